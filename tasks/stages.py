@@ -1,0 +1,232 @@
+"""Stages: tasks whose outputs are kept under a digest of what decides them, and rerun only when that changes.
+
+A stage is a plain function `function(out: Path, **inputs) -> dict` that writes files into `out` and returns a small
+summary. `@stage(...)` adds, around it, what every stage needs:
+
+* the key: digest of the inputs (content digests, settings; never paths or times) and of the stage's code version,
+* the place: `<storage_root>/store/<stage>/<key>/`, filled under a temporary name and published by `os.replace`,
+* the pointer: JSON with the summary, the key and the directory relative to the storage root, also kept beside the
+  files as `pointer.json`, so that a stage is up to date exactly when its pointer and every file it lists are there,
+* a Prefect task of the same name with that key as its cache key, so that the UI shows what was cached.
+
+Prefect's own cache never decides alone: outputs that are gone rerun the stage, and outputs that are there although
+Prefect has forgotten them are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.futures import PrefectFuture
+
+POINTER = "pointer.json"
+
+
+def content_digest(value: Any) -> str:
+    """128-bit digest of JSON types, independent of the order of mapping keys: 32 hex characters.
+
+    content_digest({"a": 1, "b": 2}) == content_digest({"b": 2, "a": 1})
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON under the final name only when it is complete."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@dataclass
+class FileDigests:
+    """sha256 of files, remembered by path, size and modification time in one JSON file under the storage root.
+
+    A remembered digest is trusted only when the file's time lay at least two seconds before it was read: a file that
+    is rewritten within the clock's resolution is read again.
+    """
+
+    storage_root: Path
+    _known: dict[str, list[Any]] = field(default_factory=dict)
+    _changed: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            self._known = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            self._known = {}
+
+    @property
+    def _path(self) -> Path:
+        return self.storage_root / "store" / "file_digests.json"
+
+    def of(self, path: Path) -> str:
+        """The file's sha256, 64 hex characters."""
+        status, name = path.stat(), str(path.resolve())
+        stamp = [status.st_size, status.st_mtime_ns]
+        known = self._known.get(name)
+        if known and known[:2] == stamp:
+            return str(known[2])
+        read_at = time.time_ns()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if read_at - status.st_mtime_ns > 2_000_000_000:
+            self._known[name] = [*stamp, digest]
+            self._changed = True
+        return digest
+
+    def save(self) -> None:
+        """Keeps what was learnt, if anything."""
+        if self._changed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, self._known)
+            self._changed = False
+
+
+def is_complete(directory: Path) -> bool:
+    """True when a stage's directory has its pointer and every file the pointer lists."""
+    try:
+        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return False
+    return all((directory / name).exists() for name in pointer["files"])
+
+
+class Stage:
+    """One stage; see the module's docstring. Call it with the storage root and its inputs as keywords."""
+
+    def __init__(
+        self,
+        function: Callable[..., dict[str, Any]],
+        name: str,
+        version: int,
+        sources: tuple[str, ...],
+        locations: tuple[str, ...],
+        task_options: dict[str, Any],
+    ) -> None:
+        self.function, self.name, self.version = function, name, version
+        self.sources, self.locations = sources, locations
+        self.__doc__ = function.__doc__
+        self.task = task(
+            name=name,
+            task_run_name="{label}",
+            cache_key_fn=lambda _context, parameters: f"{name}-{parameters['key']}",
+            persist_result=True,
+            result_serializer="json",
+            **task_options,
+        )(self._produce)
+
+    def key(self, inputs: dict[str, Any]) -> str:
+        """Digest of the code version and of all inputs but the locations."""
+        decisive = {name: value for name, value in inputs.items() if name not in self.locations}
+        return content_digest({"stage": self.name, "version": self.version, "inputs": decisive})
+
+    def directory(self, storage_root: Path, inputs: dict[str, Any]) -> Path:
+        """Where the outputs for these inputs are, or would be."""
+        return storage_root / "store" / self.name / self.key(inputs)
+
+    def _arguments(
+        self, storage_root: Path, inputs: dict[str, Any], label: str | None, after: Iterable[Any], refresh: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        stale = refresh or not is_complete(self.directory(storage_root, inputs))
+        configured = self.task.with_options(
+            refresh_cache=stale, result_storage=storage_root.resolve() / "prefect" / "storage"
+        )
+        return configured, {
+            "storage_root": str(storage_root),
+            "inputs": inputs,
+            "key": self.key(inputs),
+            "label": label or self.name,
+            "refresh": refresh,
+            "after": list(after),
+        }
+
+    def __call__(
+        self, storage_root: Path, *, label: str | None = None, after: Iterable[Any] = (), refresh: bool = False, **inputs: Any
+    ) -> dict[str, Any]:
+        """Runs the stage, or returns its pointer at once when it is up to date.
+
+        Args:
+            label: name of the task run.
+            after: pointers this stage builds on, so that Prefect draws the graph.
+            refresh: run although nothing changed.
+        """
+        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
+        return configured(**arguments)
+
+    def submit(
+        self, storage_root: Path, *, label: str | None = None, after: Iterable[Any] = (), refresh: bool = False, **inputs: Any
+    ) -> PrefectFuture[dict[str, Any]]:
+        """As calling it, through the flow's task runner: one task a file or an epoch."""
+        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
+        return configured.submit(**arguments)
+
+    def _produce(
+        self, storage_root: str, inputs: dict[str, Any], key: str, label: str, refresh: bool, after: list[Any]
+    ) -> dict[str, Any]:
+        """The task's body: outputs into a temporary directory, then under their name in one rename."""
+        del label, after
+        final = Path(storage_root) / "store" / self.name / key
+        if not refresh and is_complete(final):
+            return json.loads((final / POINTER).read_text(encoding="utf-8"))
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(final.parent)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{key[:12]}-{os.getpid()}-", dir=final.parent))
+        try:
+            summary = self.function(temporary, **inputs)
+            files = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+            pointer = {
+                "stage": self.name,
+                "version": self.version,
+                "key": key,
+                "path": final.relative_to(storage_root).as_posix(),
+                "files": files,
+                **summary,
+            }
+            write_json(temporary / POINTER, pointer)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return pointer
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes temporary directories whose process is gone: a stage killed half-way leaves nothing behind for long."""
+    for leftover in directory.glob(".*-*-*"):
+        pid = leftover.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+STAGES: dict[str, Stage] = {}
+
+
+def stage(
+    name: str, *, version: int, sources: tuple[str, ...] = (), locations: tuple[str, ...] = (), **task_options: Any
+) -> Callable[[Callable[..., dict[str, Any]]], Stage]:
+    """Decorator that makes a stage of `function(out, **inputs) -> summary`; see the module's docstring.
+
+    Args:
+        version: code version; raise it whenever the same inputs could now give other outputs.
+        sources: modules or packages of dflash_core whose code decides the outputs; a test holds their digest.
+        locations: inputs that say where something lies or how fast to work; they are not part of the key.
+        task_options: Prefect's, such as retries.
+    """
+
+    def decorate(function: Callable[..., dict[str, Any]]) -> Stage:
+        STAGES[name] = Stage(function, name, version, sources, locations, task_options)
+        return STAGES[name]
+
+    return decorate
