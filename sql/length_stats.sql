@@ -1,7 +1,8 @@
--- Grain: one row. Input: $shards, list of samples.parquet. Drops nothing; quantiles are of all samples.
+-- Grain: one row. Drops nothing; quantiles are of all samples.
+-- Inputs: $shards, list of samples.parquet; $validation_bound, keys below it are validation samples.
 SELECT
     count(*)::BIGINT AS num_samples,
-    count(*) FILTER (WHERE is_validation)::BIGINT AS num_validation_samples,
+    count(*) FILTER (WHERE validation_key < $validation_bound)::BIGINT AS num_validation_samples,
     coalesce(sum(sequence_length), 0)::BIGINT AS num_tokens,
     coalesce(sum(num_supervised_tokens), 0)::BIGINT AS num_supervised_tokens,
     coalesce(sum(num_eligible_anchors), 0)::BIGINT AS num_eligible_anchors,

@@ -29,7 +29,16 @@ from typing import Any
 from prefect import task
 from prefect.futures import PrefectFuture
 
+from dflash_core.config import UserError
+
 POINTER = "pointer.json"
+
+# For tasks that read files or the network. A user's mistake does not go away by trying again.
+RETRY_IO: dict[str, Any] = {
+    "retries": 2,
+    "retry_delay_seconds": [2, 10],
+    "retry_condition_fn": lambda _task, _task_run, state: not isinstance(state.data, UserError),
+}
 
 
 def content_digest(value: Any) -> str:
