@@ -1,4 +1,5 @@
-"""Attention of draft blocks over a packed context: every block reads its sample's context before its anchor, and itself.
+"""Attention of draft blocks over a packed context: every block reads its sample's context before its anchor,
+and itself.
 
 The rule is `dflash_core.model.visibility`. Three implementations of one signature, tested against each other:
 
@@ -29,16 +30,19 @@ def block_attention(
     sliding_window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention of each block's queries over its context rows and its own K slots. Differentiable in all five.
+    """Softmax attention of each block's queries over its context rows and its own K slots. Differentiable in
+    all five.
 
     Args:
         q_AKNH: queries, normed and rotated already (this function knows rows, not rotary positions).
-        k_ctx_TGH, v_ctx_TGH: keys and values of the packed context, samples concatenated; T may exceed what is seen.
-        k_blk_AKGH, v_blk_AKGH: keys and values of the blocks' own slots. Query head n reads head n // (N // G).
+        k_ctx_TGH, v_ctx_TGH: keys and values of the packed context, samples concatenated; T may exceed what
+            is seen.
+        k_blk_AKGH, v_blk_AKGH: keys and values of the blocks' own slots. Query head n reads head n // (N //
+            G).
         context_start_A: int32 [A], first packed row of the block's sample. Non-decreasing.
-        anchor_A: int32 [A], packed row of the block's anchor, in [context_start, T]. Non-decreasing; equal anchors
-            are allowed. So the blocks that see a given context row are one contiguous range.
-            Both index tensors live on the device of `q_AKNH`; on CPU they are read on the host.
+        anchor_A: int32 [A], packed row of the block's anchor, in [context_start, T]. Non-decreasing; equal
+            anchors are allowed. So the blocks that see a given context row are one contiguous range. Both
+            index tensors live on the device of `q_AKNH`; on CPU they are read on the host.
         sliding_window: None, or context row r is visible to slot k iff (anchor + k) - r < sliding_window.
             Own slots are always visible (the configuration keeps the window above the block size).
         scale: of the scores; None: H ** -0.5.

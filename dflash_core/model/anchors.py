@@ -1,8 +1,8 @@
 """Where blocks start: eligible anchors, drawn anchors, draft slots. numpy only, so that plans need no torch.
 
-Anchors depend on the sample, the seed and the epoch and on nothing else: not on the batch, the rank, the padding or
-the strategy. So every strategy trains on the same blocks, and a sample's draft slots are known before the run.
-Drawing costs about 0.2 ms for a sample of 1,000 tokens.
+Anchors depend on the sample, the seed and the epoch and on nothing else: not on the batch, the rank, the
+padding or the strategy. So every strategy trains on the same blocks, and a sample's draft slots are known
+before the run. Drawing costs about 0.2 ms for a sample of 1,000 tokens.
 
 Shape letters: S tokens of one sample, E eligible positions, A anchors, N samples.
 """
@@ -23,8 +23,8 @@ _SHIFT = np.uint64(32)
 def eligible_positions(loss_mask: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Positions a with loss_mask[a] and loss_mask[a + 1], ascending, int32 [E].
 
-    The anchor is a token that the target wrote itself (its bonus token, when decoding), and the block has at least
-    one supervised token. Mask 0 1 1 0 1 1 1 0 -> 1, 4, 5. A sample's last position is never eligible.
+    The anchor is a token that the target wrote itself (its bonus token, when decoding), and the block has at
+    least one supervised token. Mask 0 1 1 0 1 1 1 0 -> 1, 4, 5. A sample's last position is never eligible.
     """
     supervised = np.asarray(loss_mask, dtype=bool)
     return np.flatnonzero(supervised[:-1] & supervised[1:]).astype(np.int32)
@@ -35,8 +35,8 @@ def draw_anchors(
 ) -> NDArray[np.int32]:
     """The min(num_anchors, E) eligible positions with the smallest random values, ascending, int32 [A].
 
-    The value of a position is the first word of Philox4x32-10 with the position as counter and a key made of seed,
-    epoch and sample id; equal values go by position. So raising `num_anchors` only adds anchors.
+    The value of a position is the first word of Philox4x32-10 with the position as counter and a key made of
+    seed, epoch and sample id; equal values go by position. So raising `num_anchors` only adds anchors.
 
     Args:
         loss_mask: uint8 [S], 1 where the token is supervised.
@@ -55,12 +55,12 @@ def draw_anchors(
 
 
 def draft_slots(num_eligible: NDArray[np.int32], *, num_anchors: int, block_size: int) -> NDArray[np.int32]:
-    """Slots that go through the drafter for each sample, int32 [N]: min(num_anchors, E) blocks of `block_size`."""
+    """Draft slots of each sample, int32 [N]: min(num_anchors, E) blocks of `block_size`."""
     return (np.minimum(num_eligible, num_anchors) * block_size).astype(np.int32)
 
 
 def anchor_key(seed: int, epoch: int, sample_id: bytes) -> tuple[int, int]:
-    """Philox key of one sample in one epoch: 64 bits of blake2b over seed, epoch (u64, little endian) and id."""
+    """Philox key of a sample in an epoch: 64 bits of blake2b over seed, epoch (u64, little endian), id."""
     message = seed.to_bytes(8, "little") + epoch.to_bytes(8, "little") + sample_id
     digest = hashlib.blake2b(message, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

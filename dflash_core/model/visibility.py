@@ -2,10 +2,11 @@
 
 Slot k of a block (anchor at packed row a of a sample that starts at row s) sees
 
-- context rows r with s <= r < a: its own sample, strictly before the anchor. The target's hidden state of the anchor
-  token itself is unknown when the drafter runs, so it is never visible;
+- context rows r with s <= r < a: its own sample, strictly before the anchor. The target's hidden state of the
+  anchor token itself is unknown when the drafter runs, so it is never visible;
 - with a sliding window also only rows with (a + k) - r < window;
-- all K slots of its own block, in both directions. The slots past a sample's end exist too, as they do in decoding;
+- all K slots of its own block, in both directions. The slots past a sample's end exist too, as they do in
+  decoding;
 
 and nothing else: no other block, no other sample.
 
@@ -56,7 +57,7 @@ def context_mask(
     block_size: int,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """The rule as a dense bool [A, K, T], True where visible. For references and small pieces, never at scale."""
+    """The rule as a dense bool [A, K, T], True where visible. For references, never at scale."""
     first_AK, end_AK = context_bounds(
         context_start_A, anchor_A, block_size=block_size, sliding_window=sliding_window
     )

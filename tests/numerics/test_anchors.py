@@ -61,7 +61,7 @@ def test_drawn_are_the_smallest_values():
 
 
 def test_draws_are_pinned():
-    """A change here changes the anchors of every run: checkpoints of older runs would no longer resume exactly."""
+    """A change here changes the anchors of every run: older checkpoints would no longer resume exactly."""
     mask = np.ones(40, dtype=np.uint8)
     draw = draw_anchors(mask, num_anchors=6, seed=0, epoch=0, sample_id=bytes(16))
     assert draw.tolist() == PINNED
