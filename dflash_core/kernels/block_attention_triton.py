@@ -73,9 +73,15 @@ def _edge(j, num_left, first, full_lo, full_hi, last, TILE: tl.constexpr):
 
 
 @triton.jit
-def _query_offsets(rows, group, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr):
-    """Element offsets of the rows in a [A, K, N, H] tensor (64-bit: it may exceed 2**31 elements)."""
-    return (rows // R).to(tl.int64) * (G * R * H) + (group * R + rows % R) * H
+def _query_base(row0, group, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr):
+    """Element offset of a tile in a [A, K, N, H] tensor, which may hold more than 2**31 elements."""
+    return tl.cast(row0 // R, tl.int64) * (G * R * H) + group * (R * H)
+
+
+@triton.jit
+def _query_offsets(row0, rows, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr):
+    """Element offsets of the rows of a tile from `_query_base`, in 32 bits."""
+    return (rows // R - row0 // R) * (G * R * H) + rows % R * H
 
 
 @triton.jit
@@ -108,10 +114,11 @@ def _attend(
 ):  # fmt: skip
     """Online softmax over keys [key0, key0 + TILE_KEYS): `acc` output, `top` maximum, `total` sum, base 2."""
     keys = key0 + tl.arange(0, TILE_KEYS)
-    offsets = keys.to(tl.int64) * GH
+    base = tl.cast(key0, tl.int64) * GH
+    offsets = tl.arange(0, TILE_KEYS) * GH
     inside = keys < limit
-    k = _load(k_ptr, offsets, inside, H, TILE_H, MASKED)
-    v = _load(v_ptr, offsets, inside, H, TILE_H, MASKED)
+    k = _load(k_ptr + base, offsets, inside, H, TILE_H, MASKED)
+    v = _load(v_ptr + base, offsets, inside, H, TILE_H, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         visible = (keys[None, :] >= lo[:, None]) & (keys[None, :] < tl.minimum(hi, limit)[:, None])
@@ -137,8 +144,9 @@ def forward_kernel(
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS  # late anchors see most: they start first
     own_rows = row0 + tl.arange(0, TILE_ROWS)
     rows = tl.minimum(own_rows, num_rows - 1)
-    q_offsets = _query_offsets(rows, group, G, R, H)
-    q = _load(q_ptr, q_offsets, own_rows < num_rows, H, TILE_H, False)
+    q_base = _query_base(row0, group, G, R, H)
+    q_offsets = _query_offsets(row0, rows, G, R, H)
+    q = _load(q_ptr + q_base, q_offsets, own_rows < num_rows, H, TILE_H, False)
     acc = tl.zeros([TILE_ROWS, TILE_H], tl.float32)
     top = tl.full([TILE_ROWS], -1.0e30, tl.float32)  # finite: a tile that a row does not see leaves it as it is
     total = tl.zeros([TILE_ROWS], tl.float32)
@@ -169,7 +177,7 @@ def forward_kernel(
             acc, top, total, q, k_ptr, v_ptr, key0, last, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
         )
     mask = own_rows < num_rows
-    _store(out_ptr, q_offsets, mask, acc / total[:, None], H, TILE_H)
+    _store(out_ptr + q_base, q_offsets, mask, acc / total[:, None], H, TILE_H)
     tl.store(lse_ptr + group * num_rows + own_rows, top + tl.math.log2(total), mask=mask)
 
 
@@ -181,10 +189,11 @@ def _query_gradient(
 ):  # fmt: skip
     """Adds the part of keys [key0, key0 + TILE_KEYS) to dq (before the scale)."""
     keys = key0 + tl.arange(0, TILE_KEYS)
-    offsets = keys.to(tl.int64) * GH
+    base = tl.cast(key0, tl.int64) * GH
+    offsets = tl.arange(0, TILE_KEYS) * GH
     inside = keys < limit
-    k = _load(k_ptr, offsets, inside, H, TILE_H, MASKED)
-    v = _load(v_ptr, offsets, inside, H, TILE_H, MASKED)
+    k = _load(k_ptr + base, offsets, inside, H, TILE_H, MASKED)
+    v = _load(v_ptr + base, offsets, inside, H, TILE_H, MASKED)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         visible = (keys[None, :] >= lo[:, None]) & (keys[None, :] < tl.minimum(hi, limit)[:, None])
@@ -208,12 +217,13 @@ def backward_queries_kernel(
     own_rows = row0 + tl.arange(0, TILE_ROWS)
     mask = own_rows < num_rows
     rows = tl.minimum(own_rows, num_rows - 1)
-    q_offsets = _query_offsets(rows, group, G, R, H)
-    do = _load(dout_ptr, q_offsets, mask, H, TILE_H, False)
-    out = _load(out_ptr, q_offsets, mask, H, TILE_H, False)
+    q_base = _query_base(row0, group, G, R, H)
+    q_offsets = _query_offsets(row0, rows, G, R, H)
+    do = _load(dout_ptr + q_base, q_offsets, mask, H, TILE_H, False)
+    out = _load(out_ptr + q_base, q_offsets, mask, H, TILE_H, False)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + group * num_rows + own_rows, delta, mask=mask)
-    q = _load(q_ptr, q_offsets, mask, H, TILE_H, False)
+    q = _load(q_ptr + q_base, q_offsets, mask, H, TILE_H, False)
     lse = tl.load(lse_ptr + group * num_rows + rows)
     dq = tl.zeros([TILE_ROWS, TILE_H], tl.float32)
     GH: tl.constexpr = G * H
@@ -245,7 +255,7 @@ def backward_queries_kernel(
             dq, q, do, lse, delta, k_ptr, v_ptr, key0, last, lo, hi, scale_log2,
             GH, H, TILE_KEYS, TILE_H, True, PRECISION,
         )  # fmt: skip
-    _store(dq_ptr, q_offsets, mask, dq * scale, H, TILE_H)
+    _store(dq_ptr + q_base, q_offsets, mask, dq * scale, H, TILE_H)
 
 
 @triton.jit
@@ -261,9 +271,10 @@ def _key_gradient(
     inside = rows < limit
     if MASKED:
         rows = tl.minimum(rows, limit - 1)
-    offsets = _query_offsets(rows, group, G, R, H)
-    q = _load(q_ptr, offsets, inside, H, TILE_H, MASKED)
-    do = _load(dout_ptr, offsets, inside, H, TILE_H, MASKED)
+    base = _query_base(row0, group, G, R, H)
+    offsets = _query_offsets(row0, rows, G, R, H)
+    q = _load(q_ptr + base, offsets, inside, H, TILE_H, MASKED)
+    do = _load(dout_ptr + base, offsets, inside, H, TILE_H, MASKED)
     lse = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
