@@ -1,0 +1,184 @@
+"""The steps that several flows share, each one stage or one stage a file or an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger
+
+from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
+from flows.deployments import FlowOptions
+from tasks import buckets, ingest, length_profile, plans, target
+from tasks.stages import STAGES, FileDigests
+
+Pointer = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The ingested samples: shards with their pointers, and the split."""
+
+    shards: list[str]  # absolute directories, each content once, in the order of their names
+    pointers: list[Pointer]
+    digest: str  # of the token store: shards in order and the split
+    validation_bound: int
+
+
+def check_options(options: FlowOptions) -> None:
+    """Raises UserError for a stage that does not exist."""
+    for name in options.refresh:
+        if name not in STAGES:
+            raise UserError(f"refresh: {name!r} is not allowed; allowed: {', '.join(sorted(STAGES))}")
+
+
+def root_of(config: RunConfig) -> Path:
+    """The storage root, absolute."""
+    return Path(config.storage_root).expanduser().resolve()
+
+
+def target_directory(config: RunConfig, pointer: Pointer) -> Path:
+    """Where the materialised target is."""
+    return root_of(config) / pointer["path"] / "model"
+
+
+def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
+    """The target as a local directory."""
+    digests = FileDigests(root_of(config))
+    pointer = target.prepare_target(
+        root_of(config), config.target, digests, refresh="target" in options.refresh
+    )
+    digests.save()
+    return pointer
+
+
+def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer) -> Dataset:
+    """Every file a shard; files that were ingested before are not read again."""
+    root, digests = root_of(config), FileDigests(root_of(config))
+    sources = ingest.find_sources(config.data, digests)
+    rules = ingest.ingest_rules(config, digests)
+    digests.save()
+    futures = [
+        ingest.ingest.submit(
+            root,
+            label=f"ingest {source.name}",
+            after=[target_pointer],
+            refresh="ingest" in options.refresh,
+            source_digest=source.digest,
+            tokenizer_fingerprint=target_pointer["tokenizer_fingerprint"],
+            rules=rules,
+            path=source.path,
+            data=to_dict(config.data),
+            target_directory=str(target_directory(config, target_pointer)),
+            trust_remote_code=config.target.trust_remote_code,
+        )
+        for source in {s.digest: s for s in sources}.values()
+    ]
+    pointers = [future.result() for future in futures]
+    return _open(config, pointers)
+
+
+def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
+    from dflash_core.data.store import TokenStore
+
+    logger = get_run_logger()
+    with_samples = [pointer for pointer in pointers if pointer["num_samples"]]
+    rejected = sum(pointer["num_rejected"] for pointer in pointers)
+    if not with_samples:
+        raise UserError(
+            f"data.files: no usable row in {len(pointers)} files ({rejected} rejected); allowed: at least one"
+        )
+    shards = [str(root_of(config) / pointer["path"] / "shard") for pointer in with_samples]
+    store = TokenStore.open(
+        shards,
+        validation_share=config.data.validation_share,
+        min_validation_samples=config.data.min_validation_samples,
+    )
+    if len(store.train_indices) == 0:
+        raise UserError(f"data.files: {len(store)} samples, none left for training; allowed: more rows")
+    logger.info(
+        "data: %d samples, %d tokens, %d for validation, %d rows rejected",
+        len(store),
+        int(store.lengths.sum()),
+        len(store.validation_indices),
+        rejected,
+    )
+    samples = [Path(shard) / "samples.parquet" for shard in shards]
+    bound = length_profile.validation_bound(samples, config.data)
+    return Dataset(shards=shards, pointers=pointers, digest=store.digest, validation_bound=bound)
+
+
+def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> Pointer:
+    """How long the samples are."""
+    samples = [Path(shard) / "samples.parquet" for shard in dataset.shards]
+    return length_profile.profile_lengths(
+        root_of(config),
+        label="length profile",
+        after=dataset.pointers,
+        refresh="profile" in options.refresh,
+        length_digest=length_profile.length_digest(samples, dataset.validation_bound),
+        sql_digest=length_profile.sql_digest(),
+        validation_bound=dataset.validation_bound,
+        shards=dataset.shards,
+    )
+
+
+def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> Pointer:
+    """Bucket edges for this histogram, budget and number of buckets."""
+    longest = profile_pointer["stats"]["max_length"]
+    if longest > config.batching.token_budget:
+        raise UserError(
+            f"batching.token_budget: {config.batching.token_budget} slots is less than the longest sample's {longest} "
+            "tokens; allowed: at least that, or a lower data.max_length"
+        )
+    return buckets.bucket_edges(
+        root_of(config),
+        label=f"bucket edges, {config.batching.num_buckets} buckets",
+        after=[profile_pointer],
+        refresh="edges" in options.refresh,
+        **buckets.edges_inputs(profile_pointer, config.batching),
+        profile=profile_pointer,
+        storage_root=str(root_of(config)),
+    )
+
+
+def make_plans(
+    config: RunConfig,
+    options: FlowOptions,
+    dataset: Dataset,
+    edges_pointer: Pointer,
+    strategies: Sequence[str] = STRATEGIES,
+    seeds: Sequence[int] | None = None,
+) -> dict[str, list[Pointer]]:
+    """Plans of each strategy, one task an epoch: all epochs of the run's own, two of those it is compared with."""
+    lengths = plans.lengths_of(config, dataset.shards)
+    arguments = {
+        "shards": dataset.shards,
+        "validation_share": config.data.validation_share,
+        "min_validation": config.data.min_validation_samples,
+        "num_anchors": config.objective.num_anchors,
+        "block_size": config.drafter.block_size,
+    }
+    futures = {}
+    for strategy in strategies:
+        batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
+        settings = plans.plan_settings(batching, edges_pointer["edges"])
+        own = strategy == config.batching.strategy
+        num_epochs = config.training.epochs if own else min(config.training.epochs, plans.COMPARED_EPOCHS)
+        futures[strategy] = [
+            plans.build_epoch.submit(
+                root_of(config),
+                label=f"plan {strategy} epoch {epoch}",
+                after=[edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
+                refresh="plan" in options.refresh,
+                lengths_digest=lengths.digest,
+                settings=settings,
+                seed=config.training.seed,
+                epoch=epoch,
+                arguments=arguments,
+            )
+            for epoch in range(num_epochs)
+        ]
+    return {strategy: [future.result() for future in epochs] for strategy, epochs in futures.items()}

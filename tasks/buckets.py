@@ -1,0 +1,68 @@
+"""Stage `edges`: bucket edges by dynamic programming over the length histogram, for every number of buckets at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_core.config import BatchingConfig
+from tasks.length_profile import read_profile
+from tasks.stages import stage
+
+CURVE_BUCKETS = 64  # efficiency is shown for 1 to this many buckets
+
+
+def edges_inputs(profile: dict[str, Any], batching: BatchingConfig) -> dict[str, Any]:
+    """What decides the edges: the histogram's content, so that new data of equal lengths changes nothing."""
+    return {
+        "histogram_digest": profile["histogram_digest"],
+        "token_budget": batching.token_budget,
+        "num_buckets": batching.num_buckets,
+        "shapes": batching.shapes,
+        "given": None if batching.edges is None else list(batching.edges),
+    }
+
+
+@stage("edges", version=1, sources=("dflash_core.batching.buckets",), locations=("profile", "storage_root"))
+def bucket_edges(
+    out: Path,
+    *,
+    histogram_digest: str,
+    token_budget: int,
+    num_buckets: int,
+    shapes: str,
+    given: list[int] | None,
+    profile: dict[str, Any],
+    storage_root: str,
+) -> dict[str, Any]:
+    """Writes edges.json (edges, efficiency against the number of buckets, the knee) and two plots."""
+    from dflash_core.batching.buckets import edge_curve
+    from tasks import plots
+
+    del histogram_digest  # the key
+    histogram = read_profile(Path(storage_root), profile)
+    curve = edge_curve(
+        histogram["lengths"],
+        histogram["counts"],
+        max_buckets=max(CURVE_BUCKETS, num_buckets),
+        token_budget=token_budget,
+        shapes=shapes,  # type: ignore[arg-type]
+    )
+    chosen = min(num_buckets, len(curve.edges))
+    edges = given or [int(edge) for edge in curve.edges[chosen - 1]]
+    shown = min(CURVE_BUCKETS, len(curve.efficiency))
+    found = {
+        "edges": edges,
+        "given": given is not None,
+        "expected_efficiency": None if given else float(curve.efficiency[chosen - 1]),
+        "knee": curve.knee,
+        "num_buckets": list(range(1, shown + 1)),
+        "efficiency": [float(value) for value in curve.efficiency[:shown]],
+    }
+    (out / "edges.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    plots.length_histogram(out / "lengths.png", histogram["lengths"], histogram["counts"], edges)
+    plots.efficiency_against_buckets(
+        out / "efficiency.png", found["num_buckets"], found["efficiency"], len(edges) - 1, curve.knee
+    )
+    return {"edges": edges, "expected_efficiency": found["expected_efficiency"], "knee": curve.knee}

@@ -1,0 +1,114 @@
+"""Stage `ingest`, one task a file: conversations become a token shard. Also the list of files and the open data set."""
+
+from __future__ import annotations
+
+import functools
+import glob
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_core.config import DataConfig, RunConfig, UserError, decisive
+from tasks.stages import RETRY_IO, FileDigests, stage
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+LIBRARY = "standard-library"  # the source that stands for no file at all
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file to ingest, or the standard library; `digest` is of its contents."""
+
+    path: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+
+def find_files(patterns: Iterable[str]) -> list[Path]:
+    """Files behind names, directories (searched for data files) and globs; sorted, each once.
+
+    Raises:
+        UserError: a name that matches nothing, or a directory without data files.
+    """
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            here = {p for p in path.rglob("*") if p.is_file() and p.name.endswith(DATA_SUFFIXES)}
+            allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
+        elif path.is_file():
+            here, allowed = {path}, ""
+        else:
+            here = {Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+            allowed = "a file, a directory or a glob that matches files"
+        if not here:
+            raise UserError(f"data.files: {pattern!r} has no file; allowed: {allowed}")
+        found |= {p.resolve() for p in here}
+    return sorted(found)
+
+
+def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
+    """What is to be ingested, with the digest of each; the standard library when no file is named."""
+    if not data.files:
+        from dflash_core.data.stdlib_corpus import corpus_digest
+
+        return [Source(LIBRARY, corpus_digest())]
+    return [Source(str(path), digests.of(path)) for path in find_files(data.files)]
+
+
+def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
+    """The settings that decide a shard, beside the file and the tokenizer."""
+    rules = decisive(config.data)
+    for name in ("files", "validation_share", "min_validation_samples"):  # these decide the set of shards, and its split
+        del rules[name]
+    if config.data.chat_template is not None:
+        template = Path(config.data.chat_template)
+        if not template.is_file():
+            raise UserError(f"data.chat_template: {str(template)!r} does not exist; allowed: a Jinja file")
+        rules["chat_template"] = digests.of(template)
+    return {**rules, "mask_token_id": config.drafter.mask_token_id}
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(directory: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
+@stage(
+    "ingest",
+    version=1,
+    sources=("dflash_core.data", "dflash_core.model.anchors"),
+    locations=("path", "data", "target_directory", "trust_remote_code"),
+    **RETRY_IO,
+)
+def ingest(
+    out: Path,
+    *,
+    source_digest: str,
+    tokenizer_fingerprint: str,
+    rules: dict[str, Any],
+    path: str,
+    data: dict[str, Any],
+    target_directory: str,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Writes the shard into `out/shard`."""
+    from dflash_core.config import from_dict
+    from dflash_core.data.chat import ingest_file
+
+    del source_digest, tokenizer_fingerprint  # the key
+    manifest = ingest_file(
+        None if path == LIBRARY else Path(path),
+        from_dict(DataConfig, data),
+        _tokenizer(target_directory, trust_remote_code),
+        out / "shard",
+        mask_token_id=rules["mask_token_id"],
+    )
+    shown = ("digest", "num_rows", "num_samples", "num_rejected", "num_tokens", "rejects", "notes")
+    return {"source": Path(path).name, **{name: manifest[name] for name in shown}}

@@ -1,0 +1,113 @@
+"""Run directories: `<storage_root>/<deployment>/<run key>/`, what decides a run, and the link to the latest one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_core.config import RunConfig, UserError, decisive, to_dict
+from tasks.stages import content_digest, write_json
+
+KEY_CHARACTERS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training: its directory, and the fields its key is the digest of."""
+
+    directory: Path
+    key: str
+    fields: dict[str, Any]
+
+    @property
+    def is_finished(self) -> bool:
+        """Trained to its last step, with its drafter exported."""
+        return (self.directory / "summary.json").is_file() and (self.directory / "drafter" / "config.json").is_file()
+
+
+def decisive_fields(
+    config: RunConfig, *, dataset_digest: str, plan_digests: list[str], target_fingerprint: str
+) -> dict[str, Any]:
+    """Everything that decides the result of a training, flat: what the run key is made of.
+
+    Data and batching settings enter through what they made, the shards and the plans: another number of buckets is
+    another run only where the strategy uses buckets.
+    """
+    settings = decisive(config)
+    fields: dict[str, Any] = {
+        "data": dataset_digest,
+        "plans": plan_digests,
+        "target": target_fingerprint,
+        "target.feature_dtype": config.target.feature_dtype,
+        "batching.strategy": config.batching.strategy,
+    }
+    for section in ("drafter", "objective", "optimizer", "training"):
+        fields |= {f"{section}.{name}": value for name, value in settings[section].items()}
+    if config.training.init_from is not None:
+        fields["training.init_from"] = _drafter_digest(Path(config.training.init_from))
+    return fields
+
+
+def _drafter_digest(path: Path) -> str:
+    """Digest of the weights a run starts from: a path may come to hold others."""
+    from tasks.stages import FileDigests
+
+    directory = path / "drafter" if (path / "drafter").is_dir() else path
+    weights = directory / "model.safetensors"
+    if not weights.is_file():
+        raise UserError(f"training.init_from: {str(path)!r} holds no drafter; allowed: an exported drafter or a run")
+    return FileDigests(path).of(weights)
+
+
+def find_run(config: RunConfig, fields: dict[str, Any]) -> Run:
+    """The run that these fields name; its directory may not exist yet."""
+    key = content_digest(fields)
+    directory = Path(config.storage_root).resolve() / config.deployment / key[:KEY_CHARACTERS]
+    return Run(directory=directory, key=key, fields=fields)
+
+
+def prepare_directory(run: Run, config: RunConfig, paths: dict[str, Any]) -> None:
+    """Creates the run's directory with run.json, the resolved config; execution settings may have changed."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    write_json(
+        run.directory / "run.json",
+        {"config": to_dict(config), "paths": paths, "run_key": run.key, "fields": run.fields},
+    )
+
+
+def latest_directory(config: RunConfig) -> Path:
+    """The link to the deployment's latest run."""
+    return Path(config.storage_root).resolve() / config.deployment / "latest"
+
+
+def point_latest(run: Run) -> None:
+    """Makes `latest` a relative link to this run, by one rename."""
+    link = run.directory.parent / "latest"
+    temporary = link.with_name(f".latest.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.directory.name)
+    os.replace(temporary, link)
+
+
+def read_run(directory: Path) -> dict[str, Any] | None:
+    """run.json of a run's directory, or None."""
+    try:
+        return json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """One line for each field that decides a run and differs: name, old value, new value.
+
+    differences({"training.seed": 0, "data": "a"}, {"training.seed": 1, "data": "a"}) == ["training.seed: 0 -> 1"]
+    """
+    lines = []
+    for name in sorted({*old, *new}):
+        a, b = old.get(name), new.get(name)
+        if a != b:
+            lines.append(name if name in ("data", "plans", "target") else f"{name}: {a!r} -> {b!r}")
+    return lines
