@@ -12,10 +12,18 @@ Shape letters: A blocks, K slots a block, T packed context rows, N query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from dflash_core.model.visibility import context_mask
+
+# Blocks of a CPU tile: more make larger products, and more scores that are masked (their own slots against each
+# other's). A tile ends earlier when its anchors spread over more than TILE_SPREAD rows and a quarter of the context.
+TILE_BLOCKS = 8
+TILE_SPREAD = 128
 
 
 def block_attention(
@@ -66,17 +74,147 @@ def block_attention(
             sliding_window=sliding_window,
             scale=scale,
         )
-    return block_attention_reference(
-        q_AKNH,
-        k_ctx_TGH,
-        v_ctx_TGH,
-        k_blk_AKGH,
-        v_blk_AKGH,
-        context_start_A=context_start_A,
-        anchor_A=anchor_A,
-        sliding_window=sliding_window,
-        scale=scale,
+    scale = q_AKNH.shape[-1] ** -0.5 if scale is None else scale
+    return _TiledAttention.apply(
+        q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, context_start_A, anchor_A, sliding_window, scale
     )
+
+
+class _Tile(NamedTuple):
+    """Neighbouring blocks of one sample, and the context rows that any of them sees."""
+
+    blocks: slice
+    rows: slice
+    hidden_MC: (
+        Tensor  # bool [blocks * K, rows + blocks * K]: what a slot does not see, its own block's columns last
+    )
+
+
+def _tiles(
+    context_start_A: Tensor, anchor_A: Tensor, block_size: int, sliding_window: int | None
+) -> Iterator[_Tile]:
+    starts, anchors = context_start_A.tolist(), anchor_A.tolist()
+    begin = 0
+    while begin < len(anchors):
+        start, end = starts[begin], begin + 1
+        reach = max(TILE_SPREAD, (anchors[begin] - start) // 4)
+        while (
+            end < min(len(anchors), begin + TILE_BLOCKS)
+            and starts[end] == start
+            and anchors[end] - anchors[begin] <= reach
+        ):
+            end += 1
+        blocks = slice(begin, end)
+        first = start if sliding_window is None else max(start, anchors[begin] + 1 - sliding_window)
+        rows = slice(min(first, anchors[begin]), anchors[end - 1])
+        context = context_mask(
+            context_start_A[blocks] - rows.start,
+            anchor_A[blocks] - rows.start,
+            num_rows=rows.stop - rows.start,
+            block_size=block_size,
+            sliding_window=sliding_window,
+        )
+        own = torch.eye(end - begin, dtype=torch.bool).repeat_interleave(block_size, 0)
+        own = own.repeat_interleave(block_size, 1)
+        yield _Tile(blocks, rows, ~torch.cat([context.flatten(0, 1), own], dim=1))
+        begin = end
+
+
+def _tile_keys(context: Tensor, block: Tensor, tile: _Tile, dtype: torch.dtype) -> Tensor:
+    """Context rows, then the tile's own slots: [G, C, H]."""
+    return torch.cat([context[tile.rows], block[tile.blocks].flatten(0, 1)]).to(dtype).transpose(0, 1)
+
+
+def _tile_queries(x_AKNH: Tensor, tile: _Tile, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Rows of one key/value head together: [G, (N / G) * blocks * K, H]."""
+    x = x_AKNH[tile.blocks].flatten(0, 1).unflatten(1, (num_kv_heads, -1))  # [M, G, N / G, H]
+    return x.permute(1, 2, 0, 3).flatten(1, 2).to(dtype)
+
+
+def _tile_probabilities(q: Tensor, k: Tensor, tile: _Tile) -> Tensor:
+    """softmax of the visible scores, [G, (N / G) * M, C]."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    scores.unflatten(1, (-1, len(tile.hidden_MC))).masked_fill_(tile.hidden_MC, -torch.inf)
+    return torch.softmax(scores, dim=-1, out=scores)
+
+
+class _TiledAttention(torch.autograd.Function):
+    """The CPU path. Keeps its inputs and output; backward finds a tile's probabilities again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_AKNH: Tensor,
+        k_ctx_TGH: Tensor,
+        v_ctx_TGH: Tensor,
+        k_blk_AKGH: Tensor,
+        v_blk_AKGH: Tensor,
+        context_start_A: Tensor,
+        anchor_A: Tensor,
+        sliding_window: int | None,
+        scale: float,
+    ) -> Tensor:
+        wide = torch.promote_types(q_AKNH.dtype, torch.float32)
+        num_slots, num_kv_heads = q_AKNH.shape[1], k_ctx_TGH.shape[1]
+        out_AKNH = torch.empty_like(q_AKNH, memory_format=torch.contiguous_format)
+        for tile in _tiles(context_start_A, anchor_A, num_slots, sliding_window):
+            q = _tile_queries(q_AKNH, tile, num_kv_heads, wide).mul(scale)
+            p = _tile_probabilities(q, _tile_keys(k_ctx_TGH, k_blk_AKGH, tile, wide), tile)
+            out = torch.bmm(p, _tile_keys(v_ctx_TGH, v_blk_AKGH, tile, wide))
+            _scatter_queries(out_AKNH, out, tile)
+        ctx.save_for_backward(
+            q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, context_start_A, anchor_A, out_AKNH
+        )
+        ctx.sliding_window, ctx.scale = sliding_window, scale
+        return out_AKNH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, context_start_A, anchor_A, out_AKNH = (
+            ctx.saved_tensors
+        )
+        grad_out_AKNH = grads[0]
+        wide = torch.promote_types(q_AKNH.dtype, torch.float32)
+        num_slots, num_kv_heads = q_AKNH.shape[1], k_ctx_TGH.shape[1]
+        dq = torch.empty_like(q_AKNH, memory_format=torch.contiguous_format)
+        dk_ctx, dv_ctx = (torch.zeros(x.shape, dtype=wide) for x in (k_ctx_TGH, v_ctx_TGH))
+        dk_blk, dv_blk = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k_blk_AKGH, v_blk_AKGH)
+        )
+        for tile in _tiles(context_start_A, anchor_A, num_slots, ctx.sliding_window):
+            q = _tile_queries(q_AKNH, tile, num_kv_heads, wide).mul(ctx.scale)
+            k = _tile_keys(k_ctx_TGH, k_blk_AKGH, tile, wide)
+            v = _tile_keys(v_ctx_TGH, v_blk_AKGH, tile, wide)
+            grad_out = _tile_queries(grad_out_AKNH, tile, num_kv_heads, wide)
+            out = _tile_queries(out_AKNH, tile, num_kv_heads, wide)
+            p = _tile_probabilities(q, k, tile)
+            dv = torch.bmm(p.transpose(1, 2), grad_out)
+            ds = torch.bmm(grad_out, v.transpose(1, 2)).sub_((grad_out * out).sum(-1, keepdim=True)).mul_(p)
+            _scatter_queries(dq, torch.bmm(ds, k).mul_(ctx.scale), tile)
+            dk = torch.bmm(ds.transpose(1, 2), q)
+            num_rows = tile.rows.stop - tile.rows.start
+            for d, d_ctx, d_blk in ((dk, dk_ctx, dk_blk), (dv, dv_ctx, dv_blk)):
+                d_ctx[tile.rows] += d[:, :num_rows].transpose(0, 1)
+                d_blk[tile.blocks] = (
+                    d[:, num_rows:].transpose(0, 1).unflatten(0, (-1, num_slots)).to(d_blk.dtype)
+                )
+        return (
+            dq,
+            dk_ctx.to(k_ctx_TGH.dtype),
+            dv_ctx.to(v_ctx_TGH.dtype),
+            dk_blk,
+            dv_blk,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _scatter_queries(out_AKNH: Tensor, x: Tensor, tile: _Tile) -> None:
+    """Undo `_tile_queries` into the tile's blocks of `out_AKNH`."""
+    x = x.unflatten(1, (-1, len(tile.hidden_MC))).permute(2, 0, 1, 3).flatten(1, 2)
+    out_AKNH[tile.blocks] = x.unflatten(0, (-1, out_AKNH.shape[1])).to(out_AKNH.dtype)
 
 
 def block_attention_reference(
