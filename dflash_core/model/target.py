@@ -1,0 +1,338 @@
+"""The frozen target: hidden states of its layers for many samples at once, and its own argmax where asked.
+
+Policy: run the target once over each sample, keep the outputs of the layers named by `layer_ids`, and stop
+after the last one that is needed. Samples travel packed (one row, no padding) or right-padded without a mask;
+both give what a plain forward of each sample alone gives, and nothing is ever stored that training does not
+read: no [T, V] logits, no mask. The feature at position t comes from token t; id i means the output of
+0-based decoder layer i before any final norm (`hidden_states[i + 1]` in transformers, except for the last
+layer, which transformers norms).
+
+Shape letters: T packed tokens, D target width, L captured layers, V vocabulary, P chosen positions, B rows, K
+tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_core.config import UserError
+from dflash_core.model import target_attention
+from dflash_core.model.materialise import Materialised, fingerprint, materialise
+from dflash_core.model.target_attention import ATTENTION_NAME, DecodeCache
+
+__all__ = [
+    "Captured",
+    "DecodeCache",
+    "Materialised",
+    "Target",
+    "fingerprint",
+    "materialise",
+    "pick_compute_dtype",
+    "resolve_dtype",
+    "target_layer_ids",
+]
+
+HEAD_CHUNK_BYTES = 64 << 20  # logits held at once by `argmax_labels`
+
+
+def target_layer_ids(num_layers: int, num_captured: int) -> list[int]:
+    """Which layers of an n-layer target a drafter reads, as z-lab/dflash chooses them.
+
+    One layer: [n // 2]; else round(1 + i (n - 4) / (d - 1)) for i = 0..d-1 (Python's round, to even).
+    n = 36, d = 5 -> [1, 9, 17, 25, 33]; n = 30, d = 5 -> [1, 8, 14, 20, 27].
+
+    Raises:
+        UserError: more layers asked for than distinct ids exist.
+    """
+    if num_captured == 1:
+        return [num_layers // 2]
+    ids = [round(1 + i * (num_layers - 4) / (num_captured - 1)) for i in range(num_captured)]
+    if len(set(ids)) < num_captured or ids[0] < 0 or ids[-1] >= num_layers:
+        raise UserError(
+            f"drafter.num_captured_layers: {num_captured} is not allowed for a target of {num_layers} layers"
+            f"; allowed: 1 to {max(1, num_layers - 3)}, or name the layers in drafter.target_layer_ids"
+        )
+    return ids
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Valid ids are distinct, ascending, 0 to n - 1 (id i: the output of layer i).
+
+    Raises:
+        UserError: any other.
+    """
+    ids = tuple(int(i) for i in layer_ids)
+    if not ids or any(not 0 <= i < num_layers for i in ids) or any(a >= b for a, b in zip(ids, ids[1:])):
+        raise UserError(
+            f"drafter.target_layer_ids: {list(ids)} is not allowed; allowed: ascending layer numbers from 0 "
+            f"to {num_layers - 1} of a target of {num_layers} layers"
+        )
+    return ids
+
+
+@functools.lru_cache(maxsize=4)
+def pick_compute_dtype(device: str = "cpu") -> torch.dtype:
+    """bfloat16 where this device multiplies matrices faster in it than in float32; printed with its reason.
+
+    On CPU a probe of well under a second decides, in this process, once: only some CPUs have bfloat16 units
+    (AMX, AVX512-BF16), and on others bfloat16 is several times slower than float32.
+    """
+    if torch.device(device).type == "cuda":
+        chosen = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        print(f"compute dtype: {_short(chosen)} ({torch.cuda.get_device_name(device)})", flush=True)
+        return chosen
+    speed = {dtype: _matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    chosen = torch.bfloat16 if speed[torch.bfloat16] > 1.1 * speed[torch.float32] else torch.float32
+    figures = ", ".join(f"{_short(dtype)} {value:.0f} GFLOP/s" for dtype, value in speed.items())
+    print(f"compute dtype: {_short(chosen)} (probe on this CPU: {figures})", flush=True)
+    return chosen
+
+
+def resolve_dtype(name: str | torch.dtype, device: str = "cpu") -> torch.dtype:
+    """A dtype setting ("auto", "bfloat16", "float32") as a torch dtype."""
+    if isinstance(name, torch.dtype):
+        return name
+    return pick_compute_dtype(str(device)) if name == "auto" else getattr(torch, name)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _matmul_gflops(dtype: torch.dtype, rows: int = 512, width: int = 768, seconds: float = 0.2) -> float:
+    """Best of the matrix products that fit into `seconds`."""
+    x, w = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    torch.nn.functional.linear(x, w)
+    best, begin = float("inf"), time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        best = min(best, time.perf_counter() - start)
+    return 2 * rows * width * width / best / 1e9
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What training reads of the target for one microbatch, real tokens only, in the microbatch's order."""
+
+    features: torch.Tensor  # [T, L * D], layers side by side in the order of layer_ids, in the feature dtype
+    last_hidden: torch.Tensor | None  # [T, D] after the final norm: what lm_head reads; None unless asked for
+
+
+class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
+    """Raised by a hook behind the last layer whose output is needed."""
+
+
+class Target:
+    """A frozen causal language model. Make one with `Target.load`."""
+
+    def __init__(
+        self, model: Any, layer_ids: Sequence[int], *, compute_dtype: torch.dtype, feature_dtype: torch.dtype
+    ) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.layers = self.decoder.layers
+        self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
+        self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
+        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
+        self.head_weight: torch.Tensor = model.get_output_embeddings().weight.detach()  # [V, D]
+        self.width_D = self.embed_weight.shape[1]
+        self.device = self.embed_weight.device
+        self.eos_ids = _eos_ids(model)
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        self.can_pack = kinds <= {"full_attention", "sliding_attention"}
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        layer_ids: Sequence[int],
+        device: str | torch.device = "cpu",
+        compute_dtype: str | torch.dtype = "auto",
+        feature_dtype: str | torch.dtype = "auto",
+        trust_remote_code: bool = False,
+        device_map: str | None = None,
+    ) -> Target:
+        """Load from a local directory (see `materialise`), frozen and in evaluation mode.
+
+        Args:
+            directory: safetensors weights and config.
+            layer_ids: decoder layers to capture, ascending.
+            device: where it computes; ignored with `device_map`.
+            compute_dtype: of weights and activations; "auto" asks `pick_compute_dtype`.
+            feature_dtype: captured states are rounded to it; "auto" is the compute dtype.
+            device_map: passed to transformers, for targets larger than one device.
+
+        Raises:
+            UserError: not a causal language model that transformers can load, or unsuitable layer ids.
+        """
+        from transformers import AutoModelForCausalLM
+
+        target_attention.register()
+        dtype = resolve_dtype(compute_dtype, str(device))
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                **({"device_map": device_map} if device_map else {}),
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"target.name: {str(directory)!r} does not load as a causal language model: {error}"
+            ) from error
+        if device_map is None:
+            model.to(device=torch.device(device))
+        model.eval().requires_grad_(False)
+        features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
+        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        token_ids: np.ndarray | torch.Tensor,
+        cu_seqlens: np.ndarray | torch.Tensor,
+        width: int = 0,
+        *,
+        want_last_hidden: bool = False,
+    ) -> Captured:
+        """Hidden states of `layer_ids` for a microbatch of samples.
+
+        Args:
+            token_ids: int64 [T], real tokens of all samples, one after another.
+            cu_seqlens: int32 [n + 1]; sample i is rows cu_seqlens[i] to cu_seqlens[i + 1].
+            width: 0 runs them packed; else each sample is padded on the right to `width`, and [n, width] runs
+                without a mask: causality keeps real tokens from seeing what follows them.
+            want_last_hidden: also return the state that lm_head reads; runs all layers.
+
+        Raises:
+            UserError: a packed microbatch for a target that cannot run packed.
+        """
+        tokens_T = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        lengths = bounds.diff()
+        positions_T = torch.arange(len(tokens_T)) - bounds[:-1].repeat_interleave(lengths)
+        if width == 0:
+            self._check_packing(len(lengths))
+            on_device, longest = bounds.to(self.device), int(lengths.max())
+            rows_T, ids, positions = None, tokens_T[None], positions_T[None].to(self.device)
+            kwargs: dict[str, Any] = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device}
+            kwargs |= {"max_length_q": longest, "max_length_k": longest}
+        else:
+            assert int(lengths.max()) <= width, f"a sample of {int(lengths.max())} tokens in rows of {width}"
+            rows_T = (torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T).to(
+                self.device
+            )
+            ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
+            positions, kwargs = torch.arange(width, device=self.device)[None], {}
+        features = torch.empty(
+            len(tokens_T), len(self.layer_ids) * self.width_D, dtype=self.feature_dtype, device=self.device
+        )
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            hidden_TD = hidden.flatten(0, 1)
+            column = slice(slot * self.width_D, (slot + 1) * self.width_D)
+            features[:, column] = (hidden_TD if rows_T is None else hidden_TD[rows_T]).to(self.device)
+
+        last = None
+        with self._hooks(keep, stop_early=not want_last_hidden), suppress(_EnoughLayers):
+            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+            last = out.last_hidden_state
+        if last is not None:
+            last = last.flatten(0, 1).to(self.device)
+            last = last if rows_T is None else last[rows_T]
+        return Captured(features, last)
+
+    @torch.inference_mode()
+    def decode(
+        self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A few more tokens of each row over its cache.
+
+        Returns the states after the final norm [B, K, D] and the features [B, K, L * D].
+
+        Positions may differ from row to row; see `DecodeCache` for what happens to rejected tokens.
+        """
+        features = torch.empty(
+            *token_ids_BK.shape,
+            len(self.layer_ids) * self.width_D,
+            dtype=self.feature_dtype,
+            device=self.device,
+        )
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            features[..., slot * self.width_D : (slot + 1) * self.width_D] = hidden.to(self.device)
+
+        cache.positions_BK = positions_BK
+        with self._hooks(keep, stop_early=False):
+            out = self.decoder(
+                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False, decode_cache=cache
+            ).last_hidden_state
+        return out.to(self.device), features
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """lm_head on states after the final norm [..., D] -> [..., V]."""
+        return torch.nn.functional.linear(hidden, self.head_weight)
+
+    @torch.inference_mode()
+    def argmax_labels(self, last_hidden: torch.Tensor, rows_P: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """The token the target itself would write after each of the rows `rows_P`: int64 [P].
+
+        The label of a token at row t is that of row t - 1. Only the rows asked for meet the head, a chunk at
+        a time.
+        """
+        rows = torch.as_tensor(rows_P, dtype=torch.int64, device=last_hidden.device)
+        chunk = max(1, HEAD_CHUNK_BYTES // (self.head_weight.shape[0] * last_hidden.element_size()))
+        labels = [self.logits(last_hidden[part]).argmax(-1) for part in rows.split(chunk)]
+        return torch.cat(labels) if labels else rows
+
+    def _check_packing(self, num_samples: int) -> None:
+        if not self.can_pack and num_samples > 1:
+            raise UserError(
+                f"batching.strategy: this target ({self.config.model_type}) mixes tokens along a row outside "
+                "of attention and cannot run packed; allowed: sorted, sorted_fresh, random, bucketed"
+            )
+
+    @contextmanager
+    def _hooks(self, keep: Any, *, stop_early: bool) -> Any:
+        """Call keep(slot, hidden) after each captured layer; stop behind the last when asked."""
+
+        def hook_of(slot: int) -> Any:
+            last = stop_early and slot == len(self.layer_ids) - 1
+
+            def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+                keep(slot, output[0] if isinstance(output, tuple) else output)
+                if last:
+                    raise _EnoughLayers
+
+            return hook
+
+        handles = [
+            self.layers[i].register_forward_hook(hook_of(slot)) for slot, i in enumerate(self.layer_ids)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """All end ids of the generation config, else of the config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        if (ids := getattr(config, "eos_token_id", None)) is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
