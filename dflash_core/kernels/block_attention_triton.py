@@ -152,29 +152,29 @@ def forward_kernel(
     total = tl.zeros([TILE_ROWS], tl.float32)
     GH: tl.constexpr = G * H
 
+    k_ctx_ptr += group * H
+    v_ctx_ptr += group * H
+    k_blk_ptr += group * H
+    v_blk_ptr += group * H
+    own_lo, own_hi = _row_slots(rows, K, R)
+    own_last = tl.max(own_hi, 0)
+    for key0 in tl.range(tl.min(own_lo, 0), own_last, TILE_KEYS, num_stages=1):
+        acc, top, total = _attend(
+            acc, top, total, q, k_blk_ptr, v_blk_ptr, key0, own_last, own_lo, own_hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
+        )
     lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
     first = tl.min(lo, 0)
     last = tl.max(hi, 0)
     full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
-    k_ptr = k_ctx_ptr + group * H
-    v_ptr = v_ctx_ptr + group * H
-    for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
-        acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, key0, last, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, False, PRECISION
-        )
     num_left = tl.cdiv(full_lo - first, TILE_KEYS)
     for j in tl.range(0, num_left + tl.cdiv(last - full_hi, TILE_KEYS), num_stages=1):
         key0, limit = _edge(j, num_left, first, full_lo, full_hi, last, TILE_KEYS)
         acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, key0, limit, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
+            acc, top, total, q, k_ctx_ptr, v_ctx_ptr, key0, limit, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
         )
-    lo, hi = _row_slots(rows, K, R)
-    last = tl.max(hi, 0)
-    k_ptr = k_blk_ptr + group * H
-    v_ptr = v_blk_ptr + group * H
-    for key0 in tl.range(tl.min(lo, 0), last, TILE_KEYS, num_stages=1):
+    for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
         acc, top, total = _attend(
-            acc, top, total, q, k_ptr, v_ptr, key0, last, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
+            acc, top, total, q, k_ctx_ptr, v_ctx_ptr, key0, last, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, False, PRECISION
         )
     mask = own_rows < num_rows
     _store(out_ptr + q_base, q_offsets, mask, acc / total[:, None], H, TILE_H)
@@ -228,32 +228,32 @@ def backward_queries_kernel(
     dq = tl.zeros([TILE_ROWS, TILE_H], tl.float32)
     GH: tl.constexpr = G * H
 
+    k_ctx_ptr += group * H
+    v_ctx_ptr += group * H
+    k_blk_ptr += group * H
+    v_blk_ptr += group * H
+    own_lo, own_hi = _row_slots(rows, K, R)
+    own_last = tl.max(own_hi, 0)
+    for key0 in tl.range(tl.min(own_lo, 0), own_last, TILE_KEYS, num_stages=1):
+        dq = _query_gradient(
+            dq, q, do, lse, delta, k_blk_ptr, v_blk_ptr, key0, own_last, own_lo, own_hi, scale_log2,
+            GH, H, TILE_KEYS, TILE_H, True, PRECISION,
+        )  # fmt: skip
     lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
     first = tl.min(lo, 0)
     last = tl.max(hi, 0)
     full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
-    k_ptr = k_ctx_ptr + group * H
-    v_ptr = v_ctx_ptr + group * H
-    for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
-        dq = _query_gradient(
-            dq, q, do, lse, delta, k_ptr, v_ptr, key0, last, lo, hi, scale_log2,
-            GH, H, TILE_KEYS, TILE_H, False, PRECISION,
-        )  # fmt: skip
     num_left = tl.cdiv(full_lo - first, TILE_KEYS)
     for j in tl.range(0, num_left + tl.cdiv(last - full_hi, TILE_KEYS), num_stages=1):
         key0, limit = _edge(j, num_left, first, full_lo, full_hi, last, TILE_KEYS)
         dq = _query_gradient(
-            dq, q, do, lse, delta, k_ptr, v_ptr, key0, limit, lo, hi, scale_log2,
+            dq, q, do, lse, delta, k_ctx_ptr, v_ctx_ptr, key0, limit, lo, hi, scale_log2,
             GH, H, TILE_KEYS, TILE_H, True, PRECISION,
         )  # fmt: skip
-    lo, hi = _row_slots(rows, K, R)
-    last = tl.max(hi, 0)
-    k_ptr = k_blk_ptr + group * H
-    v_ptr = v_blk_ptr + group * H
-    for key0 in tl.range(tl.min(lo, 0), last, TILE_KEYS, num_stages=1):
+    for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
         dq = _query_gradient(
-            dq, q, do, lse, delta, k_ptr, v_ptr, key0, last, lo, hi, scale_log2,
-            GH, H, TILE_KEYS, TILE_H, True, PRECISION,
+            dq, q, do, lse, delta, k_ctx_ptr, v_ctx_ptr, key0, last, lo, hi, scale_log2,
+            GH, H, TILE_KEYS, TILE_H, False, PRECISION,
         )  # fmt: skip
     _store(dq_ptr + q_base, q_offsets, mask, dq * scale, H, TILE_H)
 
@@ -308,10 +308,11 @@ def backward_keys_kernel(
     group = tl.program_id(1)
     num_rows = num_blocks * (K * R)
     keys = tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
+    key_base = tl.cast(tile, tl.int64) * (TILE_KEYS * G * H) + group * H
+    key_offsets = tl.arange(0, TILE_KEYS) * (G * H)
     key_mask = keys < num_keys
-    key_offsets = keys.to(tl.int64) * (G * H) + group * H
-    k = _load(k_ptr, key_offsets, key_mask, H, TILE_H, True)
-    v = _load(v_ptr, key_offsets, key_mask, H, TILE_H, True)
+    k = _load(k_ptr + key_base, key_offsets, key_mask, H, TILE_H, True)
+    v = _load(v_ptr + key_base, key_offsets, key_mask, H, TILE_H, True)
     dk = tl.zeros([TILE_KEYS, TILE_H], tl.float32)
     dv = tl.zeros([TILE_KEYS, TILE_H], tl.float32)
     lse_ptr += group * num_rows
@@ -327,11 +328,6 @@ def backward_keys_kernel(
         full_hi = tl.load(ranges_ptr + tile * 4 + 2) * (K * R)
         last = tl.load(ranges_ptr + tile * 4 + 3) * (K * R)
         full_lo, full_hi = _split(first, full_lo, full_hi, last, TILE_ROWS)
-        for row0 in tl.range(full_lo, full_hi, TILE_ROWS):
-            dk, dv = _key_gradient(
-                dk, dv, k, v, keys, q_ptr, dout_ptr, lse_ptr, delta_ptr, context_start_ptr, anchor_ptr,
-                row0, last, group, scale_log2, G, R, K, H, WINDOW, TILE_ROWS, TILE_H, OWN, False, PRECISION,
-            )  # fmt: skip
     num_left = tl.cdiv(full_lo - first, TILE_ROWS)
     for j in tl.range(0, num_left + tl.cdiv(last - full_hi, TILE_ROWS), num_stages=1):
         row0, limit = _edge(j, num_left, first, full_lo, full_hi, last, TILE_ROWS)
@@ -339,8 +335,14 @@ def backward_keys_kernel(
             dk, dv, k, v, keys, q_ptr, dout_ptr, lse_ptr, delta_ptr, context_start_ptr, anchor_ptr,
             row0, limit, group, scale_log2, G, R, K, H, WINDOW, TILE_ROWS, TILE_H, OWN, True, PRECISION,
         )  # fmt: skip
-    _store(dk_ptr, key_offsets, key_mask, dk * scale, H, TILE_H)
-    _store(dv_ptr, key_offsets, key_mask, dv, H, TILE_H)
+    if not OWN:
+        for row0 in tl.range(full_lo, full_hi, TILE_ROWS):
+            dk, dv = _key_gradient(
+                dk, dv, k, v, keys, q_ptr, dout_ptr, lse_ptr, delta_ptr, context_start_ptr, anchor_ptr,
+                row0, last, group, scale_log2, G, R, K, H, WINDOW, TILE_ROWS, TILE_H, OWN, False, PRECISION,
+            )  # fmt: skip
+    _store(dk_ptr + key_base, key_offsets, key_mask, dk * scale, H, TILE_H)
+    _store(dv_ptr + key_base, key_offsets, key_mask, dv, H, TILE_H)
 
 
 class Tiles(NamedTuple):
