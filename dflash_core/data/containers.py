@@ -1,0 +1,214 @@
+"""Rows of a file: JSONL, a JSON array, gzip or zstd of these, or Parquet, one row at a time.
+
+A reader yields `RawRow`s in file order and never raises for what a row holds: what cannot be parsed comes as
+a row with a rejection. Memory is one row, one chunk or one record batch, never the file.
+
+Rules: blank lines are no rows and are counted; only LF ends a JSONL row (U+2028 and the like do not); a byte
+order mark and CR before LF are not text; invalid UTF-8 or JSON refuses the row under its physical line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from dflash_core.config import UserError
+from dflash_core.data.chat import Rejection
+
+MAX_ROW_BYTES = 64 << 20
+_CHUNK = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\],]|"', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row: physical line (Parquet: number, from 1) and value, a Rejection, or None for a blank line."""
+
+    line: int
+    value: Any
+
+
+def read_rows(path: Path) -> Iterator[RawRow]:
+    """All rows of a file.
+
+    Raises:
+        UserError: the file cannot be opened, or is none of the containers above.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise UserError(f"data.files: {str(path)!r} cannot be read: {error}") from error
+    if head == b"PAR1":
+        yield from _parquet_rows(path)
+        return
+    try:
+        with _open_stream(path, head) as stream:
+            yield from _text_rows(path, stream)
+    except (OSError, EOFError, zstandard.ZstdError) as error:
+        raise UserError(f"data.files: {str(path)!r} cannot be read to its end: {error}") from error
+
+
+def _open_stream(path: Path, head: bytes) -> BinaryIO:
+    """The file's bytes, decompressed; told by the first bytes, not by the name."""
+    if head[:2] == b"\x1f\x8b":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    file = open(path, "rb")  # noqa: SIM115 - closed by the caller
+    if head == b"\x28\xb5\x2f\xfd":
+        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
+        return cast(BinaryIO, io.BufferedReader(cast(Any, reader), _CHUNK))
+    return cast(BinaryIO, file)
+
+
+def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    buffered = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
+    first = b""
+    while not first.strip():
+        line = buffered.readline(_CHUNK)
+        if not line:
+            break
+        first += line
+    bare = first.removeprefix(_BOM).lstrip()
+    _refuse_binary(path, first)
+    names = {suffix.lower() for suffix in path.suffixes}
+    if bare.startswith(b"[") and not names & {".jsonl", ".ndjson"}:
+        yield from _array_rows(first, buffered)
+    else:
+        yield from _line_rows(first, buffered)
+
+
+def _refuse_binary(path: Path, first: bytes) -> None:
+    if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError(f"data.files: {str(path)!r} is UTF-16; allowed: UTF-8")
+    if b"\0" in first[:4096] or first[:4] in (
+        b"\x89PNG",
+        b"\xff\xd8\xff\xe0",
+        b"GIF8",
+        b"%PDF",
+        b"PK\x03\x04",
+    ):
+        raise UserError(
+            f"data.files: {str(path)!r} is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet"
+        )
+
+
+def _line_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
+    """Rows of JSON lines. `first` was read already: blank lines and the first row."""
+    number = 0
+    pending = first.split(b"\n")
+    unfinished = pending.pop()
+    for line in pending:
+        number += 1
+        yield RawRow(number, _parse(line))
+    while True:
+        line = unfinished + stream.readline(MAX_ROW_BYTES)
+        unfinished = b""
+        if not line:
+            return
+        number += 1
+        if line.endswith(b"\n"):
+            yield RawRow(number, _parse(line))
+        elif len(line) >= MAX_ROW_BYTES:
+            while (rest := stream.readline(_CHUNK)) and not rest.endswith(b"\n"):
+                pass
+            yield RawRow(number, Rejection("row too large", f"over {MAX_ROW_BYTES >> 20} MiB"))
+        else:
+            yield RawRow(number, _parse(line))
+
+
+def _parse(line: bytes) -> Any:
+    """The value of one JSON text, a Rejection, or None where it is blank."""
+    text = line.removeprefix(_BOM).strip()
+    if not text:
+        return None
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Rejection("invalid UTF-8", f"byte {error.start} of the row")
+    except (ValueError, RecursionError) as error:
+        return Rejection("invalid JSON", str(error))
+    if not isinstance(value, dict):
+        return Rejection("not a JSON object", f"{type(value).__name__}: {text[:60]!r}")
+    return value
+
+
+def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
+    """Elements of a JSON array, found by brackets and strings, so that a bad one refuses itself alone."""
+    buffer = first
+    line = 1 + buffer[: buffer.index(b"[")].count(b"\n")
+    buffer = buffer[buffer.index(b"[") + 1 :]
+    scan, depth, ended = 0, 0, False
+    while True:
+        match = _TOKEN.search(buffer, scan)
+        if match is None or match.group() == b'"':  # nothing more here, or a string that goes on
+            chunk = stream.read(max(_CHUNK, len(buffer)))
+            if not chunk or len(buffer) > 4 * MAX_ROW_BYTES:
+                break
+            scan = match.start() if match else max(scan, len(buffer))
+            buffer += chunk
+            continue
+        token, scan = match.group(), match.end()
+        if token in (b"{", b"["):
+            depth += 1
+        elif token in (b"}", b"]") and depth:
+            depth -= 1
+        elif depth == 0 and token in (b",", b"]"):
+            element = buffer[: match.start()]
+            row_line = line + element[: len(element) - len(element.lstrip())].count(b"\n")
+            if element.strip() or token == b",":
+                value = _parse(element)
+                yield RawRow(row_line, Rejection("invalid JSON", "empty element") if value is None else value)
+            line += buffer[:scan].count(b"\n")
+            buffer, scan = buffer[scan:], 0
+            if token == b"]":
+                ended = True
+                break
+    rest = buffer + (stream.read(_CHUNK) if ended else b"")
+    if rest.strip():
+        start = len(rest) - len(rest.lstrip())
+        reason = "text after the end of the JSON array" if ended else "JSON array breaks off"
+        yield RawRow(line + rest[:start].count(b"\n"), Rejection(reason, repr(rest[start : start + 60])))
+    elif not ended:
+        yield RawRow(line, Rejection("JSON array breaks off", "no closing bracket"))
+
+
+def _parquet_rows(path: Path, batch_rows: int = 256) -> Iterator[RawRow]:
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"data.files: {str(path)!r} is no readable Parquet file: {error}") from error
+    number = 0
+    with file:
+        try:
+            for batch in file.iter_batches(batch_size=batch_rows):
+                for value in _batch_values(batch):
+                    number += 1
+                    yield RawRow(number, value)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(
+                f"data.files: {str(path)!r}: Parquet page after row {number} is broken: {error}"
+            ) from error
+
+
+def _batch_values(batch: pa.RecordBatch) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        values: list[Any] = []
+        for row in range(batch.num_rows):
+            try:
+                values.append(batch.slice(row, 1).to_pylist()[0])
+            except UnicodeDecodeError as error:
+                values.append(Rejection("invalid UTF-8", str(error)))
+        return values
