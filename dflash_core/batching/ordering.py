@@ -1,0 +1,155 @@
+"""Order: which microbatches share an optimizer step, and which rank of a step runs which.
+
+Permutes whole microbatches, so padding does not change. Three pure stages: `interleave` mixes, `close_steps`
+cuts steps by real tokens, `deal` shares one step among any number of ranks. Only `deal` knows the number of
+ranks.
+
+Measured on 902,000 lengths: a step of 64 length-sorted microbatches has a mean length that varies 32 times as
+much as that of an i.i.d. step; interleaved, half as much.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash_core.batching.randomness import random_words
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_MAX_SWEEPS = 8
+
+
+def interleave(mean_lengths: NDArray[np.float64], *, per_step: int, key: np.uint64) -> NDArray[np.int64]:
+    """An order of microbatches in which every window of `per_step` holds one of each length class.
+
+    The microbatches, sorted by mean length, fall into `per_step` classes of equal size. Position i takes a
+    random unused one of class `visit[i % per_step]`. As the visiting order repeats, any `per_step` neighbours
+    have one of each class, wherever a step starts; as it is the golden-ratio sequence (Kronecker), shorter
+    and longer windows are spread evenly too, so a step may close a little sooner or later.
+
+    Means 1 2 3 4 5 6, per_step 3: classes {1 2} {3 4} {5 6}, e.g. 2 5 3 | 1 6 4.
+
+    Args:
+        mean_lengths: float64[n], tokens per sample of each microbatch.
+        per_step: microbatches of a step, about.
+        key: of the random choice inside a class.
+
+    Returns:
+        int64[n]: a permutation of microbatch numbers.
+    """
+    n = len(mean_lengths)
+    per_step = max(1, min(per_step, n))
+    visit = np.argsort(
+        np.argsort(np.arange(per_step, dtype=np.uint64) * _GOLDEN, kind="stable"), kind="stable"
+    )
+    priority = (visit[np.arange(n) % per_step].astype(np.uint64) << np.uint64(40)) | (
+        random_words(n, key) >> np.uint64(24)
+    )
+    out = np.empty(n, np.int64)
+    out[np.argsort(priority, kind="stable")] = np.argsort(mean_lengths, kind="stable")
+    return out
+
+
+def random_order(n: int, key: np.uint64) -> NDArray[np.int64]:
+    """A random permutation of microbatch numbers."""
+    return np.argsort(random_words(n, key), kind="stable")
+
+
+def close_steps(tokens: NDArray[np.int64], tokens_per_step: int) -> NDArray[np.int64]:
+    """Offsets of steps over microbatches: a step closes at the first microbatch that brings it to
+    `tokens_per_step`.
+
+    Tokens 4 4 4 4 4, 6 a step: [4 4] [4 4] [4]; the tail is kept as a smaller step.
+
+    Returns:
+        int64[s + 1]
+    """
+    reached = np.concatenate([[0], np.cumsum(tokens)])
+    offsets = [0]
+    while offsets[-1] < len(tokens):
+        start = offsets[-1]
+        end = int(np.searchsorted(reached, reached[start] + tokens_per_step, side="left"))
+        offsets.append(min(end, len(tokens)))
+    return np.array(offsets, np.int64)
+
+
+@numba.njit(cache=True)
+def take_microbatches(order, offsets, chosen):
+    """Samples and offsets of the microbatches `chosen`, one after the other: (int32[N], int64[n + 1])."""
+    new_offsets = np.zeros(len(chosen) + 1, np.int64)
+    for i, microbatch in enumerate(chosen):
+        new_offsets[i + 1] = new_offsets[i] + offsets[microbatch + 1] - offsets[microbatch]
+    out = np.empty(new_offsets[-1], np.int32)
+    for i, microbatch in enumerate(chosen):
+        out[new_offsets[i] : new_offsets[i + 1]] = order[offsets[microbatch] : offsets[microbatch + 1]]
+    return out, new_offsets
+
+
+def deal(seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: int) -> NDArray[np.int32]:
+    """Share the k microbatches of one step among ranks: equal counts, equal work.
+
+    Microbatches of neighbouring cost run at the same time (column by column, the costliest first), so ranks
+    that wait for each other in every microbatch wait little; inside a column each goes where the totals of
+    all parts stay most even, then pairs are exchanged while that helps.
+
+    Args:
+        seconds: float64[k], predicted cost of each microbatch.
+        parts: float64[k, p], its kinds of work (target slots, attention pairs, draft slots, ...), any units.
+        world_size: ranks.
+
+    Returns:
+        int32[world_size, ceil(k / world_size)]: numbers 0..k-1, -1 = idle, only in the last column.
+    """
+    assert world_size >= 1 and len(seconds) == len(parts)
+    columns = -(-len(seconds) // world_size)
+    seats = np.full((columns, world_size), -1, np.int32)
+    seats.reshape(-1)[: len(seconds)] = np.argsort(-seconds, kind="stable")
+    if world_size == 1 or columns == 0:
+        return seats.T.copy()
+    work = np.concatenate([parts, 2.0 * seconds[:, None] / max(seconds.sum(), 1e-30) * 1.0], axis=1)
+    work[:, :-1] /= np.maximum(work[:, :-1].sum(axis=0), 1e-30)
+    work = np.concatenate([work, np.zeros((1, work.shape[1]))])  # row -1: idle
+    _even_out(seats, work)
+    return seats.T.copy()
+
+
+@numba.njit(cache=True)
+def _even_out(seats, work):
+    """Rearrange each row of `seats` in place until no exchange lowers the sum of squared loads of the
+    ranks.
+    """
+    columns, ranks = seats.shape
+    loads = np.zeros((ranks, work.shape[1]))
+    for column in range(columns):
+        members = seats[column].copy()
+        free = np.ones(ranks, np.bool_)
+        for member in members:  # costliest first, each to the rank whose loads it matches least
+            best, best_score = -1, np.inf
+            for rank in range(ranks):
+                if free[rank]:
+                    score = 0.0
+                    for part in range(work.shape[1]):
+                        score += loads[rank, part] * work[member, part]
+                    if score < best_score:
+                        best, best_score = rank, score
+            free[best] = False
+            seats[column, best] = member
+            loads[best] += work[member]
+    for _ in range(_MAX_SWEEPS):
+        improved = False
+        for column in range(columns):
+            for a in range(ranks):
+                for b in range(a):
+                    change = 0.0
+                    for part in range(work.shape[1]):
+                        moved = work[seats[column, b], part] - work[seats[column, a], part]
+                        change += moved * (loads[a, part] - loads[b, part] + moved)
+                    if change < -1e-15:
+                        moved_row = work[seats[column, b]] - work[seats[column, a]]
+                        loads[a] += moved_row
+                        loads[b] -= moved_row
+                        seats[column, a], seats[column, b] = seats[column, b], seats[column, a]
+                        improved = True
+        if not improved:
+            break

@@ -1,0 +1,90 @@
+"""Plans as Parquet: one row a sample, in execution order, readable by any SQL engine.
+
+Columns: sample int32, microbatch int32, step int32, width int32 (0 = packed), and of the row's whole
+microbatch: tokens, squared_lengths, draft_slots, draft_pairs (int64). Repeated values are run-length encoded,
+so they cost almost nothing. Settings, seed, epoch and digest are in the file's metadata under `batch_plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dflash_core.batching.plan import BatchPlan
+from dflash_core.config import BatchingConfig, UserError, from_dict
+
+_SUMS = ("tokens", "squared_lengths", "draft_slots", "draft_pairs")
+_ROWS_PER_GROUP = 1 << 20
+
+
+def save_plan(plan: BatchPlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan; the file appears under its name only when it is complete."""
+    path = Path(path)
+    schema = pa.schema(
+        [(name, pa.int32()) for name in ("sample", "microbatch", "step", "width")]
+        + [(name, pa.int64()) for name in _SUMS],
+        metadata={"batch_plan": json.dumps(plan.describe() | {"digest": plan.digest})},
+    )
+    step_of = plan.step_of_microbatch()
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with pq.ParquetWriter(part, schema, compression="zstd") as writer:
+            first = 0
+            while first < plan.num_microbatches:  # whole microbatches, a bounded number of rows at a time
+                reached = (
+                    np.searchsorted(plan.offsets, plan.offsets[first] + _ROWS_PER_GROUP, side="right") - 1
+                )
+                last = max(first + 1, min(int(reached), plan.num_microbatches))
+                rows = plan.samples_per_microbatch[first:last]
+                numbers = np.arange(first, last, dtype=np.int32)
+                columns = [plan.order[plan.offsets[first] : plan.offsets[last]]]
+                repeated = [numbers, step_of[first:last], plan.widths[first:last]]
+                repeated += [getattr(plan, name)[first:last] for name in _SUMS]
+                columns += [np.repeat(values, rows) for values in repeated]
+                writer.write_table(pa.table(columns, schema=schema), row_group_size=_ROWS_PER_GROUP * 2)
+                first = last
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_plan(path: str | os.PathLike[str]) -> BatchPlan:
+    """Read a plan that `save_plan` wrote.
+
+    Raises:
+        UserError: not a plan, or its content does not have the digest that it was written with.
+    """
+    with pq.ParquetFile(path) as file:
+        raw = (file.schema_arrow.metadata or {}).get(b"batch_plan")
+        if raw is None:
+            raise UserError(f"{path}: not a batch plan (no `batch_plan` in its metadata)")
+        origin = json.loads(raw)
+        microbatch = file.read(["microbatch"])["microbatch"].to_numpy()
+        starts = np.flatnonzero(np.diff(microbatch, prepend=np.int32(-1)))
+        offsets = np.append(starts, len(microbatch)).astype(np.int64)
+        del microbatch
+        step_of = file.read(["step"])["step"].to_numpy()[starts]
+        columns = {name: file.read([name])[name].to_numpy()[starts] for name in ("width", *_SUMS)}
+        order = file.read(["sample"])["sample"].to_numpy()
+    step_starts = np.flatnonzero(np.diff(step_of, prepend=np.int32(-1)))
+    plan = BatchPlan(
+        order=order,
+        offsets=offsets,
+        step_offsets=np.append(step_starts, len(step_of)).astype(np.int64),
+        widths=columns.pop("width"),
+        **columns,
+        config=from_dict(BatchingConfig, origin["config"]),
+        seed=origin["seed"],
+        epoch=origin["epoch"],
+        dropped=origin["dropped"],
+    )
+    if plan.digest != origin["digest"]:
+        raise UserError(
+            f"{path}: its content has digest {plan.digest}, written was {origin['digest']}: damaged file"
+        )
+    return plan
