@@ -73,7 +73,9 @@ def set_environment(storage_root: str) -> Path:
         (root / "prefect").mkdir(parents=True, exist_ok=True)
         (root / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(f"storage_root: {storage_root!r} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"storage_root: {storage_root!r} cannot be written: {error.strerror or error}"
+        ) from error
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
@@ -98,7 +100,9 @@ class _OneMessage(logging.Filter):
             return False
         text = record.getMessage()
         return not (
-            text.startswith(("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel"))
+            text.startswith(
+                ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
+            )
             or "Crash detected" in text
             or "exception" in text.lower()
         )
@@ -123,7 +127,10 @@ def _set_up_logging(root: Path, flow_name: str) -> Path:
 
 def _parser(flow_name: str) -> argparse.ArgumentParser:
     info = deployments.FLOWS[flow_name]
-    lines = [f"  {name:<14}{entry.get('description', '')}" for name, entry in deployments.deployments(flow_name).items()]
+    lines = [
+        f"  {name:<14}{entry.get('description', '')}"
+        for name, entry in deployments.deployments(flow_name).items()
+    ]
     parser = argparse.ArgumentParser(
         prog=f"python -m {deployments.module_of(flow_name)}",
         description=f"{flow_name}: {info.summary}.",
@@ -169,7 +176,10 @@ def _run(flow_name: str, parameters: dict[str, Any]) -> int:
         if cause is not None:
             raise cause from error
         logging.getLogger().error("the flow failed", exc_info=error)
-        print(f"error: {flow_name}/{parameters['deployment']}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
+        print(
+            f"error: {flow_name}/{parameters['deployment']}: {type(error).__name__}: {error}\nlog: {log_path}",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
     return 0
 

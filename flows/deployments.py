@@ -23,7 +23,9 @@ PREFECT_YAML = Path(__file__).resolve().parent.parent / "prefect.yaml"
 class FlowOptions:
     """What a flow takes beside the run's settings."""
 
-    refresh: tuple[str, ...] = ()  # stages to run again although nothing changed: ingest, profile, edges, plan, ...
+    refresh: tuple[
+        str, ...
+    ] = ()  # stages to run again although nothing changed: ingest, profile, edges, plan, ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +37,22 @@ class CompareOptions(FlowOptions):
 
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
-            raise UserError(f"strategies: {list(self.strategies)!r} is not allowed; allowed: one or more, each once")
+            raise UserError(
+                f"strategies: {list(self.strategies)!r} is not allowed; allowed: one or more, each once"
+            )
         if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
-            raise UserError(f"seeds: {list(self.seeds)!r} is not allowed; allowed: one or more, each once, >= 0")
+            raise UserError(
+                f"seeds: {list(self.seeds)!r} is not allowed; allowed: one or more, each once, >= 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(FlowOptions):
     """evaluate-drafter: which drafter."""
 
-    drafter: str | None = None  # an exported drafter's directory or a run's; None: the deployment's latest run
+    drafter: str | None = (
+        None  # an exported drafter's directory or a run's; None: the deployment's latest run
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +92,14 @@ class FlowInfo:
 FLOWS = {
     "train-dflash": FlowInfo("data, length profile, bucket edges, batch plans, training, acceptance, report"),
     "rebucket": FlowInfo("ingest of new files, length profile, bucket edges and batch plans; nothing else"),
-    "compare-strategies": FlowInfo("train every batching strategy on the same samples and anchors", CompareOptions),
+    "compare-strategies": FlowInfo(
+        "train every batching strategy on the same samples and anchors", CompareOptions
+    ),
     "evaluate-drafter": FlowInfo("real speculative decoding with a trained drafter", EvaluateOptions),
     "advise": FlowInfo("what each batching strategy would cost on this data, before training"),
-    "preview-data": FlowInfo("show samples as the drafter will see them: text, loss mask, anchors", PreviewOptions),
+    "preview-data": FlowInfo(
+        "show samples as the drafter will see them: text, loss mask, anchors", PreviewOptions
+    ),
     "prune": FlowInfo("list, then remove, stored outputs that no run refers to", PruneOptions),
 }
 
@@ -122,7 +134,9 @@ def named_parameters(flow_name: str, name: str, path: Path = PREFECT_YAML) -> di
     """
     known = deployments(flow_name, path)
     if name not in known:
-        raise UserError(f"{flow_name}: no deployment {name!r} in {path.name}; there are: {', '.join(known) or 'none'}")
+        raise UserError(
+            f"{flow_name}: no deployment {name!r} in {path.name}; there are: {', '.join(known) or 'none'}"
+        )
     return known[name].get("parameters") or {}
 
 
@@ -164,7 +178,9 @@ def resolve(
     allowed = {f.name for f in dataclasses.fields(RunConfig)} | set(info.option_names())
     for name in values:
         if name not in allowed:
-            raise UserError(f"{name}: unknown parameter of {flow_name}; allowed: {', '.join(sorted(allowed))}")
+            raise UserError(
+                f"{name}: unknown parameter of {flow_name}; allowed: {', '.join(sorted(allowed))}"
+            )
     options = {name: values.pop(name) for name in info.option_names() if name in values}
     if deployment:
         values.setdefault("deployment", deployment)

@@ -63,7 +63,9 @@ def _signature(options: type[FlowOptions]) -> inspect.Signature:
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation
+    )
 
 
 def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -23,5 +23,8 @@ def rebucket(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
     plans = steps.make_plans(config, options, dataset, edges)
-    steps.show_plans(config, dataset, edges, plans)
-    return {"edges": edges["edges"], "plans": {s: [p["metrics"] for p in epochs] for s, epochs in plans.items()}}
+    steps.show_plans(config, dataset, profile, edges, plans)
+    return {
+        "edges": edges["edges"],
+        "plans": {s: [p["metrics"] for p in epochs] for s, epochs in plans.items()},
+    }

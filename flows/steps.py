@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import buckets, ingest, length_profile, plans, target
+from tasks import buckets, ingest, length_profile, plans, report, target
 from tasks.stages import STAGES, FileDigests
 
 Pointer = dict[str, Any]
@@ -67,6 +68,7 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
             after=[target_pointer],
             refresh="ingest" in options.refresh,
             source_digest=source.digest,
+            source_name=source.name,
             tokenizer_fingerprint=target_pointer["tokenizer_fingerprint"],
             rules=rules,
             path=source.path,
@@ -74,7 +76,7 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
             target_directory=str(target_directory(config, target_pointer)),
             trust_remote_code=config.target.trust_remote_code,
         )
-        for source in {s.digest: s for s in sources}.values()
+        for source in {(s.name, s.digest): s for s in sources}.values()
     ]
     pointers = [future.result() for future in futures]
     return _open(config, pointers)
@@ -139,8 +141,7 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
         after=[profile_pointer],
         refresh="edges" in options.refresh,
         **buckets.edges_inputs(profile_pointer, config.batching),
-        profile=profile_pointer,
-        storage_root=str(root_of(config)),
+        profile_directory=str(root_of(config) / profile_pointer["path"]),
     )
 
 
@@ -150,7 +151,6 @@ def make_plans(
     dataset: Dataset,
     edges_pointer: Pointer,
     strategies: Sequence[str] = STRATEGIES,
-    seeds: Sequence[int] | None = None,
 ) -> dict[str, list[Pointer]]:
     """Plans of each strategy, one task an epoch: all epochs of the run's own, two of those it is compared with."""
     lengths = plans.lengths_of(config, dataset.shards)
@@ -166,7 +166,7 @@ def make_plans(
         batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
         settings = plans.plan_settings(batching, edges_pointer["edges"])
         own = strategy == config.batching.strategy
-        num_epochs = config.training.epochs if own else min(config.training.epochs, plans.COMPARED_EPOCHS)
+        num_epochs = max(config.training.epochs if own else 0, plans.COMPARED_EPOCHS)
         futures[strategy] = [
             plans.build_epoch.submit(
                 root_of(config),
@@ -182,3 +182,35 @@ def make_plans(
             for epoch in range(num_epochs)
         ]
     return {strategy: [future.result() for future in epochs] for strategy, epochs in futures.items()}
+
+
+def show_plans(
+    config: RunConfig, dataset: Dataset, profile_pointer: Pointer, edges_pointer: Pointer, made: Pointer
+) -> None:
+    """Data and plans in the terminal and as Prefect artifacts."""
+    figures = report.plan_figures(made)
+    stats = report.dataset_figures(profile_pointer["stats"], dataset.pointers)
+    report.print_table(
+        f"{config.deployment}: data and plans",
+        [
+            ("samples, tokens", f"{stats['num_samples']:,}, {stats['num_tokens']:,}"),
+            ("rows rejected", f"{stats['num_rejected']:,}"),
+            (
+                "lengths: median, 99%, longest",
+                f"{stats['median_length']}, {stats['p99_length']}, {stats['max_length']}",
+            ),
+            ("bucket edges", ", ".join(map(str, edges_pointer["edges"]))),
+            *(
+                (
+                    f"{strategy}: efficiency, mixing in a step",
+                    f"{f['padding_efficiency']:.4f}, {f['mixing_step']:.2f}",
+                )
+                for strategy, f in figures.items()
+            ),
+        ],
+    )
+    create_markdown_artifact(
+        f"Edges {edges_pointer['edges']}\n\n" + report.plans_table(figures),
+        key=f"plans-{report.slug(config.deployment)}",
+        description="padding efficiency and mixing of each strategy",
+    )

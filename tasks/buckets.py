@@ -24,7 +24,7 @@ def edges_inputs(profile: dict[str, Any], batching: BatchingConfig) -> dict[str,
     }
 
 
-@stage("edges", version=1, sources=("dflash_core.batching.buckets",), locations=("profile", "storage_root"))
+@stage("edges", version=1, sources=("dflash_core.batching.buckets",), locations=("profile_directory",))
 def bucket_edges(
     out: Path,
     *,
@@ -33,15 +33,14 @@ def bucket_edges(
     num_buckets: int,
     shapes: str,
     given: list[int] | None,
-    profile: dict[str, Any],
-    storage_root: str,
+    profile_directory: str,
 ) -> dict[str, Any]:
     """Writes edges.json (edges, efficiency against the number of buckets, the knee) and two plots."""
     from dflash_core.batching.buckets import edge_curve
     from tasks import plots
 
     del histogram_digest  # the key
-    histogram = read_profile(Path(storage_root), profile)
+    histogram = read_profile(Path(profile_directory))
     curve = edge_curve(
         histogram["lengths"],
         histogram["counts"],

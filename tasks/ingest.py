@@ -13,7 +13,7 @@ from dflash_core.config import DataConfig, RunConfig, UserError, decisive
 from tasks.stages import RETRY_IO, FileDigests, stage
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-LIBRARY = "standard-library"  # the source that stands for no file at all
+LIBRARY = "stdlib"  # the source that stands for no file at all
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
 def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     """The settings that decide a shard, beside the file and the tokenizer."""
     rules = decisive(config.data)
-    for name in ("files", "validation_share", "min_validation_samples"):  # these decide the set of shards, and its split
+    for name in (
+        "files",
+        "validation_share",
+        "min_validation_samples",
+    ):  # these decide the set of shards, and its split
         del rules[name]
     if config.data.chat_template is not None:
         template = Path(config.data.chat_template)
@@ -91,6 +95,7 @@ def ingest(
     out: Path,
     *,
     source_digest: str,
+    source_name: str,
     tokenizer_fingerprint: str,
     rules: dict[str, Any],
     path: str,
@@ -100,11 +105,11 @@ def ingest(
 ) -> dict[str, Any]:
     """Writes the shard into `out/shard`."""
     from dflash_core.config import from_dict
-    from dflash_core.data.chat import ingest_file
+    from dflash_core.data.ingest import ingest_file
 
-    del source_digest, tokenizer_fingerprint  # the key
+    del source_digest, source_name, tokenizer_fingerprint  # the key; a file's name is the name of its source
     manifest = ingest_file(
-        None if path == LIBRARY else Path(path),
+        path,
         from_dict(DataConfig, data),
         _tokenizer(target_directory, trust_remote_code),
         out / "shard",

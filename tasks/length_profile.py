@@ -59,7 +59,9 @@ def length_digest(samples: Sequence[Path], bound: int) -> str:
 
     with connect() as connection:
         rows = query(connection, "length_digest", {"shards": _texts(samples), "validation_bound": bound})
-        return content_digest({"duckdb": duckdb.__version__, "rows": rows})  # hash() may change with DuckDB's version
+        return content_digest(
+            {"duckdb": duckdb.__version__, "rows": rows}
+        )  # hash() may change with DuckDB's version
 
 
 def sql_digest() -> str:
@@ -89,7 +91,9 @@ def profile_lengths(
             "lengths": [row["sequence_length"] for row in histogram],
             "counts": [row["num_samples"] for row in histogram],
             "sources": query(connection, "source_stats", {"shards": samples}),
-            "truncation": query(connection, "truncation_loss", {"shards": samples, "max_lengths": candidates}),
+            "truncation": query(
+                connection, "truncation_loss", {"shards": samples, "max_lengths": candidates}
+            ),
         }
     (out / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
     return {
@@ -98,6 +102,6 @@ def profile_lengths(
     }
 
 
-def read_profile(storage_root: Path, pointer: dict[str, Any]) -> dict[str, Any]:
-    """The profile that a pointer names."""
-    return json.loads((storage_root / pointer["path"] / "profile.json").read_text(encoding="utf-8"))
+def read_profile(directory: Path) -> dict[str, Any]:
+    """The profile in a stage's directory."""
+    return json.loads((directory / "profile.json").read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.config import STRATEGIES, BatchingConfig, DataConfig, RunConfig, to_dict
-from tasks.stages import Stage, content_digest, stage
+from dflash_core.config import BatchingConfig, DataConfig, RunConfig, to_dict
+from tasks.stages import stage
 
 COMPARED_EPOCHS = 2  # plans made for strategies that are only compared: the least that shows repeated pairs
 
@@ -34,11 +34,12 @@ class Lengths:
     lengths: np.ndarray  # int32 [N]
     draft_slots: np.ndarray  # int32 [N]
     source_id: np.ndarray  # int16 [N]
+    num_supervised: np.ndarray  # int32 [N]
 
     @property
     def digest(self) -> str:
         hasher = hashlib.blake2b(digest_size=16)
-        for array in (self.lengths, self.draft_slots, self.source_id):
+        for array in (self.lengths, self.draft_slots, self.source_id, self.num_supervised):
             hasher.update(np.ascontiguousarray(array).tobytes() + b"|")
         return hasher.hexdigest()
 
@@ -57,6 +58,7 @@ def read_lengths(
         lengths=store.lengths[rows],
         draft_slots=draft_slots(store.num_eligible[rows], num_anchors=num_anchors, block_size=block_size),
         source_id=store.source_id[rows],
+        num_supervised=store.num_supervised[rows],
     )
 
 
@@ -81,10 +83,17 @@ def plan_settings(batching: BatchingConfig, edges: Sequence[int]) -> dict[str, A
 
 @stage("plan", version=1, sources=("dflash_core.batching",), locations=("arguments",))
 def build_epoch(
-    out: Path, *, lengths_digest: str, settings: dict[str, Any], seed: int, epoch: int, arguments: dict[str, Any]
+    out: Path,
+    *,
+    lengths_digest: str,
+    settings: dict[str, Any],
+    seed: int,
+    epoch: int,
+    arguments: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes epoch-NNN.parquet and metrics.json: efficiency and mixing, and which pairs meet again after epoch - 1."""
     from dflash_core.batching import build_plan
+    from dflash_core.batching.metrics import plan_metrics
     from dflash_core.config import from_dict
 
     found = read_lengths(**{**arguments, "shards": tuple(arguments["shards"])})
@@ -93,8 +102,12 @@ def build_epoch(
     plan = build_plan(found.lengths, config, seed=seed, epoch=epoch, draft_slots=found.draft_slots)
     previous = None
     if epoch > 0:
-        previous = build_plan(found.lengths, config, seed=seed, epoch=epoch - 1, draft_slots=found.draft_slots)
+        previous = build_plan(
+            found.lengths, config, seed=seed, epoch=epoch - 1, draft_slots=found.draft_slots
+        )
     plan.save(out / f"epoch-{epoch:03d}.parquet")
-    metrics = plan_metrics(plan, found, previous)
+    metrics = plan_metrics(
+        plan, source_id=found.source_id, num_supervised=found.num_supervised, previous=previous
+    )
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return {"plan_digest": plan.digest, "epoch": epoch, "strategy": config.strategy, "metrics": metrics}

@@ -23,13 +23,13 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def length_histogram(
-    path: Path, lengths: Sequence[int], counts: Sequence[int], edges: Sequence[int]
-) -> None:
+def length_histogram(path: Path, lengths: Sequence[int], counts: Sequence[int], edges: Sequence[int]) -> None:
     """Samples by sequence length, with the bucket edges."""
     figure, axes = _figure("Sequence lengths of the training samples and bucket edges", "tokens", "samples")
     if lengths:
-        axes.hist(lengths, bins=min(80, max(1, max(lengths) - min(lengths) + 1)), weights=counts, color="#4878a8")
+        axes.hist(
+            lengths, bins=min(80, max(1, max(lengths) - min(lengths) + 1)), weights=counts, color="#4878a8"
+        )
     for i, edge in enumerate(edges[1:]):
         axes.axvline(edge, color="#c44e52", linewidth=1, label="bucket edge" if i == 0 else None)
     if len(edges) > 1:
@@ -61,7 +61,10 @@ def efficiency_by_strategy(path: Path, efficiency: Mapping[str, float]) -> None:
 
 
 def loss_curves(
-    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, title: str = "Loss"
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    title: str = "Loss",
 ) -> None:
     """Losses over steps, samples or seconds: label -> (x, y); curves of many points get a running mean."""
     figure, axes = _figure(title, x_label, "loss per weighted position")
@@ -80,7 +83,9 @@ def loss_curves(
 
 def acceptance_by_position(path: Path, acceptance: Mapping[str, Sequence[float]]) -> None:
     """Share of blocks whose draft was accepted up to each position: prompt set or strategy -> rates of 1, 2, ..."""
-    figure, axes = _figure("Acceptance by position in the block", "position", "share of blocks accepted so far")
+    figure, axes = _figure(
+        "Acceptance by position in the block", "position", "share of blocks accepted so far"
+    )
     for label, rates in acceptance.items():
         axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=label)
     axes.set_ylim(bottom=0)
@@ -90,7 +95,11 @@ def acceptance_by_position(path: Path, acceptance: Mapping[str, Sequence[float]]
 
 
 def bars_with_intervals(
-    path: Path, title: str, y_label: str, values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
+    path: Path,
+    title: str,
+    y_label: str,
+    values: Mapping[str, float],
+    intervals: Mapping[str, tuple[float, float]],
 ) -> None:
     """One bar a strategy, with an interval where there is one."""
     figure, axes = _figure(title, "", y_label)

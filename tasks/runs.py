@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig, UserError, decisive, to_dict
-from tasks.stages import content_digest, write_json
+from tasks.stages import FileDigests, content_digest, write_json
 
 KEY_CHARACTERS = 12
+SECTIONS = {
+    f.name: type(getattr(RunConfig(), f.name)) for f in fields(RunConfig) if f.default_factory is not MISSING
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,10 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Trained to its last step, with its drafter exported."""
-        return (self.directory / "summary.json").is_file() and (self.directory / "drafter" / "config.json").is_file()
+        """Trained to its last step, with its drafter exported and its metrics recorded."""
+        return all(
+            (self.directory / name).is_file() for name in ("finished.json", "drafter/model.safetensors")
+        )
 
 
 def decisive_fields(
@@ -53,12 +58,12 @@ def decisive_fields(
 
 def _drafter_digest(path: Path) -> str:
     """Digest of the weights a run starts from: a path may come to hold others."""
-    from tasks.stages import FileDigests
-
     directory = path / "drafter" if (path / "drafter").is_dir() else path
     weights = directory / "model.safetensors"
     if not weights.is_file():
-        raise UserError(f"training.init_from: {str(path)!r} holds no drafter; allowed: an exported drafter or a run")
+        raise UserError(
+            f"training.init_from: {str(path)!r} holds no drafter; allowed: an exported drafter or a run"
+        )
     return FileDigests(path).of(weights)
 
 
@@ -69,13 +74,40 @@ def find_run(config: RunConfig, fields: dict[str, Any]) -> Run:
     return Run(directory=directory, key=key, fields=fields)
 
 
-def prepare_directory(run: Run, config: RunConfig, paths: dict[str, Any]) -> None:
-    """Creates the run's directory with run.json, the resolved config; execution settings may have changed."""
-    run.directory.mkdir(parents=True, exist_ok=True)
-    write_json(
-        run.directory / "run.json",
-        {"config": to_dict(config), "paths": paths, "run_key": run.key, "fields": run.fields},
-    )
+def prepare_directory(
+    run: Run, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
+) -> None:
+    """Writes run.json into the run's directory: the resolved config (execution settings may have changed), the inputs'
+    paths, and what the key was made of."""
+    earlier = read_run(run.directory)
+    if earlier is not None and earlier.get("run_key") == run.key:
+        described_config = keep_decisive(RunConfig, earlier["config"], to_dict(config))
+    else:
+        described_config = to_dict(config)
+    described = {
+        "config": described_config,
+        "paths": paths,
+        "run_key": run.key,
+        "total_steps": total_steps,
+        "mlflow_run_id": mlflow_run_id,
+        "fields": run.fields,
+    }
+    write_json(run.directory / "run.json", described)
+
+
+def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """`now` with the deciding settings of `earlier`, for a run whose key is the same.
+
+    Deciding settings outside the key have made the same shards and plans, whatever they say now: a file that was
+    moved, a number of buckets that this strategy does not use. A checkpoint remembers what they were.
+    """
+    merged = dict(now)
+    for f in fields(section):
+        if section is RunConfig and f.name in SECTIONS:
+            merged[f.name] = keep_decisive(SECTIONS[f.name], earlier[f.name], now[f.name])
+        elif not f.metadata.get("execution") and f.name in earlier:
+            merged[f.name] = earlier[f.name]
+    return merged
 
 
 def latest_directory(config: RunConfig) -> Path:

@@ -145,7 +145,12 @@ class Stage:
         return storage_root / "store" / self.name / self.key(inputs)
 
     def _arguments(
-        self, storage_root: Path, inputs: dict[str, Any], label: str | None, after: Iterable[Any], refresh: bool
+        self,
+        storage_root: Path,
+        inputs: dict[str, Any],
+        label: str | None,
+        after: Iterable[Any],
+        refresh: bool,
     ) -> tuple[Any, dict[str, Any]]:
         stale = refresh or not is_complete(self.directory(storage_root, inputs))
         configured = self.task.with_options(
@@ -161,7 +166,13 @@ class Stage:
         }
 
     def __call__(
-        self, storage_root: Path, *, label: str | None = None, after: Iterable[Any] = (), refresh: bool = False, **inputs: Any
+        self,
+        storage_root: Path,
+        *,
+        label: str | None = None,
+        after: Iterable[Any] = (),
+        refresh: bool = False,
+        **inputs: Any,
     ) -> dict[str, Any]:
         """Runs the stage, or returns its pointer at once when it is up to date.
 
@@ -174,7 +185,13 @@ class Stage:
         return configured(**arguments)
 
     def submit(
-        self, storage_root: Path, *, label: str | None = None, after: Iterable[Any] = (), refresh: bool = False, **inputs: Any
+        self,
+        storage_root: Path,
+        *,
+        label: str | None = None,
+        after: Iterable[Any] = (),
+        refresh: bool = False,
+        **inputs: Any,
     ) -> PrefectFuture[dict[str, Any]]:
         """As calling it, through the flow's task runner: one task a file or an epoch."""
         configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
@@ -223,7 +240,12 @@ STAGES: dict[str, Stage] = {}
 
 
 def stage(
-    name: str, *, version: int, sources: tuple[str, ...] = (), locations: tuple[str, ...] = (), **task_options: Any
+    name: str,
+    *,
+    version: int,
+    sources: tuple[str, ...] = (),
+    locations: tuple[str, ...] = (),
+    **task_options: Any,
 ) -> Callable[[Callable[..., dict[str, Any]]], Stage]:
     """Decorator that makes a stage of `function(out, **inputs) -> summary`; see the module's docstring.
 

@@ -10,7 +10,15 @@ from typing import Any
 from dflash_core.config import TargetConfig
 from tasks.stages import RETRY_IO, FileDigests, Stage, content_digest, stage
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+)
 
 
 def identity(target: TargetConfig, digests: FileDigests) -> dict[str, Any]:

@@ -79,6 +79,40 @@ def git_commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def comparable_params(config: RunConfig) -> dict[str, Any]:
+    """The few settings by which runs are compared; run.json, an artifact, has them all."""
+    return {
+        "strategy": config.batching.strategy,
+        "num_buckets": config.batching.num_buckets,
+        "token_budget": config.batching.token_budget,
+        "tokens_per_step": config.batching.tokens_per_step,
+        "block_size": config.drafter.block_size,
+        "num_layers": config.drafter.num_layers,
+        "num_captured_layers": config.drafter.num_captured_layers,
+        "num_anchors": config.objective.num_anchors,
+        "labels": config.objective.labels,
+        "weighting": config.objective.weighting,
+        "lr": config.optimizer.lr,
+        "epochs": config.training.epochs,
+        "seed": config.training.seed,
+        "target": Path(config.target.name).name,
+    }
+
+
+def run_tags(config: RunConfig, dataset_digest: str, run_key: str, flow_run_id: str) -> dict[str, str]:
+    """What groups and finds runs in MLflow."""
+    tags = {
+        "strategy": config.batching.strategy,
+        "stage": "train",
+        "deployment": config.deployment,
+        "data_digest": dataset_digest,
+        "run_key": run_key,
+        "git_commit": git_commit(),
+        "prefect.flow_run_id": flow_run_id,
+    }
+    return tags | ({"experiment_group": config.tracking.group} if config.tracking.group else {})
+
+
 @dataclass
 class Tracker:
     """Metrics of one training on their way to one MLflow run."""
@@ -96,7 +130,14 @@ class Tracker:
 
     @classmethod
     def start(
-        cls, config: RunConfig, run_dir: Path, *, name: str, params: dict[str, Any], tags: dict[str, str], owner: str
+        cls,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        name: str,
+        params: dict[str, Any],
+        tags: dict[str, str],
+        owner: str,
     ) -> Tracker:
         """Opens the MLflow run of a run directory: the one it had, else a new one.
 
@@ -208,7 +249,9 @@ def log_summary(
 
     client, _ = open_client(config)
     now = int(time.time() * 1000)
-    points = [Metric(k, float(v), now, 0) for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)]
+    points = [
+        Metric(k, float(v), now, 0) for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)
+    ]
     client.log_batch(run_id, metrics=points, tags=[RunTag(k, v) for k, v in (tags or {}).items()])
     for path, where in artifacts:
         if path.is_dir():
@@ -227,11 +270,15 @@ def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict
 
     client, _ = open_client(config)
     with suppress(MlflowException):
-        client.create_registered_model(model_name, description="DFlash drafter: config.json and model.safetensors")
+        client.create_registered_model(
+            model_name, description="DFlash drafter: config.json and model.safetensors"
+        )
     for version in client.search_model_versions(f"name = '{model_name}'"):
         if version.run_id == run_id:
             return int(version.version)
-    version = client.create_model_version(model_name, source=f"runs:/{run_id}/drafter", run_id=run_id, tags=tags)
+    version = client.create_model_version(
+        model_name, source=f"runs:/{run_id}/drafter", run_id=run_id, tags=tags
+    )
     client.set_registered_model_alias(model_name, "current", version.version)
     return int(version.version)
 

@@ -1,0 +1,305 @@
+"""The report of a run: one JSON, one Markdown file with plots, one table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from rich.console import Console
+from rich.table import Table
+
+from dflash_core.config import RunConfig, from_dict
+from tasks import tracking
+from tasks.stages import write_json
+
+PLAN_FIGURES = (
+    "padding_efficiency",
+    "num_microbatches",
+    "mixing_microbatch",
+    "mixing_step",
+    "repeated_pair_share",
+)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that are complete, in order."""
+    try:
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric."""
+    found = [(int(line["step"]), float(line[name])) for line in lines if line.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def plan_figures(plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Each strategy's figures, means over the epochs that were planned; repeated pairs from the second epoch on."""
+    figures: dict[str, dict[str, float]] = {}
+    for strategy, epochs in plans.items():
+        metrics = [pointer["metrics"] for pointer in epochs]
+        figures[strategy] = {}
+        for name in PLAN_FIGURES:
+            values = [m[name] for m in metrics if name in m]
+            if values:
+                figures[strategy][name] = sum(values) / len(values)
+    return figures
+
+
+def dataset_figures(stats: Mapping[str, Any], ingested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The data set in figures, rejects by reason."""
+    reasons: dict[str, int] = {}
+    for pointer in ingested:
+        for reason, count in pointer["rejects"].items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return {
+        **stats,
+        "num_files": len(ingested),
+        "num_rejected": sum(pointer["num_rejected"] for pointer in ingested),
+        "rejects": dict(sorted(reasons.items(), key=lambda item: -item[1])),
+    }
+
+
+def build_report(
+    config: RunConfig,
+    *,
+    dataset: Mapping[str, Any],
+    edges: Sequence[int],
+    plans: Mapping[str, Sequence[Mapping[str, Any]]],
+    trained: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+) -> dict[str, Any]:
+    """report.json: everything that a reader compares between runs."""
+    lines = read_metrics(Path(trained["run_dir"]))
+    losses, validation = series(lines, "train/loss")[1], series(lines, "validation/loss")[1]
+    summary = trained["summary"]
+    return {
+        "deployment": config.deployment,
+        "strategy": config.batching.strategy,
+        "run_key": trained["key"],
+        "target": config.target.name,
+        "dataset": dict(dataset),
+        "edges": list(edges),
+        "plans": plan_figures(plans),
+        "train": {**train_figures(summary), "loss_first": _first(losses), "loss_last": _last(losses)},
+        "validation": {"loss_first": _first(validation), "loss_last": _last(validation)},
+        "evaluation": dict(evaluation),
+        "mlflow_run_id": trained["mlflow_run_id"],
+    }
+
+
+def train_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts and rates of a training, from its summary."""
+    seconds = summary.get("train_seconds") or 0.0
+    names = ("samples", "tokens", "supervised_tokens", "train_seconds", "capture_seconds", "drafter_seconds")
+    return {
+        "steps": summary["step"],
+        **{name: summary.get(name) for name in names},
+        "tokens_per_second": summary["tokens"] / seconds if seconds else None,
+        "nonfinite_steps": summary.get("nonfinite_steps", 0),
+    }
+
+
+def _first(values: Sequence[float]) -> float | None:
+    return values[0] if values else None
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None
+
+
+def show(value: Any, digits: int = 3) -> str:
+    """A figure as text; `-` where there is none."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return " to ".join(show(v, digits) for v in value)
+    return str(value)
+
+
+def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the terminal shows: name and text."""
+    data, train, evaluation = report["dataset"], report["train"], report["evaluation"]
+    plan = report["plans"][report["strategy"]]
+    return [
+        ("samples, tokens", f"{show(data['num_samples'])}, {show(data['num_tokens'])}"),
+        ("rows rejected", show(data["num_rejected"])),
+        ("strategy, padding efficiency", f"{report['strategy']}, {show(plan['padding_efficiency'], 4)}"),
+        ("steps, samples seen", f"{show(train['steps'])}, {show(train['samples'])}"),
+        ("real tokens/s", show(train["tokens_per_second"], 0)),
+        ("training loss", f"{show(train['loss_first'])} -> {show(train['loss_last'])}"),
+        (
+            "validation loss",
+            f"{show(report['validation']['loss_first'])} -> {show(report['validation']['loss_last'])}",
+        ),
+        (
+            "acceptance length (95% interval)",
+            f"{show(evaluation.get('acceptance_length'))} ({show(evaluation.get('acceptance_interval'))}) "
+            f"on {show(evaluation.get('prompts'))} prompts",
+        ),
+        ("output equals the target's own", show(evaluation.get("lossless"))),
+        (
+            "decoding, tokens/s: plain, speculative",
+            f"{show(evaluation.get('baseline_tokens_per_second'), 1)}, "
+            f"{show(evaluation.get('speculative_tokens_per_second'), 1)}",
+        ),
+        ("MLflow run", str(report["mlflow_run_id"])),
+    ]
+
+
+def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns in the terminal."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plans_table(plans: Mapping[str, Mapping[str, float]]) -> str:
+    """Efficiency and mixing of each strategy as Markdown."""
+    header = ["strategy", *(name.replace("_", " ") for name in PLAN_FIGURES)]
+    rows = [
+        [strategy, *(show(figures.get(name), 4) for name in PLAN_FIGURES)]
+        for strategy, figures in plans.items()
+    ]
+    return markdown_table(header, rows)
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    """report.md."""
+    data, rejects = report["dataset"], report["dataset"]["rejects"]
+    rejected = (
+        markdown_table(["reason", "rows"], [[r, show(n)] for r, n in rejects.items()]) if rejects else "None."
+    )
+    lengths = ("min_length", "median_length", "mean_length", "p90_length", "p99_length", "max_length")
+    parts = [
+        f"# {report['deployment']}: {report['strategy']}",
+        markdown_table(["", ""], [list(row) for row in summary_rows(report)]),
+        "## Data",
+        markdown_table([n.replace("_", " ") for n in lengths], [[show(data.get(n), 1) for n in lengths]]),
+        "Rejected rows:\n\n" + rejected,
+        "![lengths](plots/lengths.png)",
+        f"## Batches\n\nBucket edges: {', '.join(map(str, report['edges']))}. Mixing is the variance of the mean length "
+        "between microbatches or steps over its value for samples drawn at random: 1 is as good as random.",
+        plans_table(report["plans"]),
+        "![efficiency by strategy](plots/efficiency_by_strategy.png) ![efficiency](plots/efficiency.png)",
+        "## Training\n\n![loss](plots/loss.png)",
+        "## Acceptance\n\n![acceptance by position](plots/acceptance.png)",
+        f"Run `{report['run_key']}`, MLflow run `{report['mlflow_run_id']}`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+@task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
+def write_report(
+    config: dict[str, Any],
+    *,
+    dataset: dict[str, Any],
+    edges: dict[str, Any],
+    plans: dict[str, list[dict[str, Any]]],
+    trained: dict[str, Any],
+    evaluated: dict[str, Any],
+    edges_directory: str,
+) -> dict[str, Any]:
+    """Writes report.json, report.md and plots into the run's directory, and their like to MLflow and Prefect.
+
+    Does nothing but return the report when it is written and equal already.
+    """
+    settings: RunConfig = from_dict(RunConfig, config)
+    run_dir = Path(trained["run_dir"])
+    report = build_report(
+        settings,
+        dataset=dataset,
+        edges=edges["edges"],
+        plans=plans,
+        trained=trained,
+        evaluation=evaluated["evaluation"],
+    )
+    written = run_dir / "report.json"
+    if written.exists() and json.loads(written.read_text(encoding="utf-8")) == json.loads(json.dumps(report)):
+        get_run_logger().info("report: up to date, %s", run_dir / "report.md")
+        return report
+    draw_plots(report, run_dir, Path(edges_directory))
+    text = to_markdown(report)
+    (run_dir / "report.md").write_text(text, encoding="utf-8")
+    write_json(written, report)
+    create_markdown_artifact(
+        text, key=f"report-{slug(settings.deployment)}", description="report of the latest run"
+    )
+    tracking.log_summary(
+        settings,
+        trained["mlflow_run_id"],
+        metrics=final_metrics(report),
+        artifacts=[
+            (run_dir / "report.md", None),
+            (written, None),
+            (run_dir / "run.json", None),
+            (run_dir / "plots", "plots"),
+            (run_dir / "drafter", "drafter"),
+        ],
+    )
+    return report
+
+
+def slug(text: str) -> str:
+    """Lower-case letters, digits and dashes: what Prefect takes for a key."""
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "run"
+
+
+def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
+    """The scalars by which runs are sorted in MLflow."""
+    plan, evaluation = report["plans"][report["strategy"]], report["evaluation"]
+    metrics = {
+        "final/loss": report["train"]["loss_last"],
+        "final/validation_loss": report["validation"]["loss_last"],
+        "final/tokens_per_second": report["train"]["tokens_per_second"],
+        "final/acceptance_length": evaluation.get("acceptance_length"),
+        **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES},
+    }
+    for position, rate in enumerate(evaluation.get("acceptance_by_position") or [], start=1):
+        metrics[f"accept/position_{position}"] = rate
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def draw_plots(report: Mapping[str, Any], run_dir: Path, edges_directory: Path) -> None:
+    """All plots of the report into `plots/`."""
+    import shutil
+
+    from tasks import plots
+
+    directory = run_dir / "plots"
+    directory.mkdir(exist_ok=True)
+    for name in ("lengths.png", "efficiency.png"):
+        shutil.copyfile(edges_directory / name, directory / name)
+    efficiency = {strategy: figures["padding_efficiency"] for strategy, figures in report["plans"].items()}
+    plots.efficiency_by_strategy(directory / "efficiency_by_strategy.png", efficiency)
+    lines = read_metrics(run_dir)
+    curves = {"training": series(lines, "train/loss"), "validation": series(lines, "validation/loss")}
+    plots.loss_curves(directory / "loss.png", {k: v for k, v in curves.items() if v[0]}, "optimizer step")
+    by_set = {
+        name: found["acceptance_by_position"]
+        for name, found in (report["evaluation"].get("sets") or {}).items()
+    }
+    plots.acceptance_by_position(directory / "acceptance.png", by_set)
