@@ -1,0 +1,208 @@
+"""Vocabulary loss on CUDA: chunks of positions, library matrix products, one fused softmax kernel in between.
+
+Same contract as `linear_cross_entropy.linear_cross_entropy`, whose reference is the oracle. Two facts make it lean:
+
+- The gradient of row p is `grad_loss[p] * u[p]` with `u[p] = (softmax(logits[p]) - q[p]) @ head`, and u needs neither
+  the caller's weights nor the other rows. So forward finds u while a chunk's logits are live, backward is one
+  elementwise product, and the logits are never computed twice: two products a position instead of three.
+- The products are plain ones. The vendor's library runs them near the peak of every chip, which a fused Triton product
+  over a vocabulary of 150K does not; what Triton adds is the part between them, at memory speed, without temporaries.
+
+Logits of a chunk are float32 (bfloat16 ones would be off by up to 0.06 at a logit of 20). The kernel overwrites each
+row in place with its gradient in the input's dtype, so a chunk costs 4 bytes a logit. With `chunk_rows` positions at
+once, 1/32 of them, peak memory is 6.7% of the bfloat16 logits for the workspace and D / V (2.7% at 4,096 / 151,936) for
+u. The head is read twice a chunk: at 256 rows still less time than the arithmetic on current chips.
+
+Shape letters: P positions, C positions of a chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_core.kernels.linear_cross_entropy import VocabularyLoss
+
+TILE_V = 2048
+NUM_WARPS = 8
+_UNSPECIALISED = ["num_words"]
+
+
+@triton.jit
+def _accumulate(top, total, x):
+    """Online sum of 2**x, lane by lane: no exchange between threads inside the loop."""
+    new_top = tl.maximum(top, x)
+    return new_top, total * tl.math.exp2(top - new_top) + tl.math.exp2(x - new_top)
+
+
+@triton.jit
+def _log2_sum(top, total):
+    row_top = tl.max(top, 0)
+    return row_top + tl.math.log2(tl.sum(total * tl.math.exp2(top - row_top), 0))
+
+
+@triton.jit(do_not_specialize=_UNSPECIALISED)
+def row_kernel(
+    logits_ptr, target_ptr, labels_ptr, gradient_ptr, loss_ptr, log_prob_ptr, correct_ptr,
+    logits_stride, gradient_stride, num_words,
+    SOFT: tl.constexpr, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program a row: loss, label log-probability, top-1 hit; then the gradient over the logits, in place.
+
+    SOFT: `target_ptr` holds the soft target's logits, and the loss is
+    KL = sum_v 2**(t - lse_t) (t - x) - lse_t + lse_x, all in base 2. GRADIENT: `gradient_ptr` is the memory of
+    `logits_ptr` in the hidden dtype. An element of half the size lands at half the offset, on logits already read.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    LN_2: tl.constexpr = 0.6931471805599453
+    row = tl.cast(tl.program_id(0), tl.int64)
+    logits_ptr += row * logits_stride
+    target_ptr += row * logits_stride
+    gradient_ptr += row * gradient_stride
+    label = tl.load(labels_ptr + row)
+    lane = tl.arange(0, TILE)
+    top = tl.full([TILE], -1.0e30, tl.float32)  # finite: a lane without a word keeps total 0, not NaN
+    total = tl.zeros([TILE], tl.float32)
+    best = tl.full([TILE], 2147483647, tl.int32)
+    target_top = tl.full([TILE], -1.0e30, tl.float32)
+    target_total = tl.zeros([TILE], tl.float32)
+    target_gap = tl.zeros([TILE], tl.float32)  # sum of 2**(t - target_top) (t - x)
+    for start in tl.range(0, num_words, TILE):
+        word = start + lane
+        inside = word < num_words
+        x = tl.load(logits_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
+        best = tl.where(x > top, word, best)
+        top, total = _accumulate(top, total, x)
+        if SOFT:
+            t = tl.load(target_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
+            shrink = tl.math.exp2(target_top - tl.maximum(target_top, t))
+            target_top, target_total = _accumulate(target_top, target_total, t)
+            target_gap = target_gap * shrink + tl.math.exp2(t - target_top) * (t - x)
+    lse = _log2_sum(top, total)
+    log_prob = tl.load(logits_ptr + label) * LOG2_E - lse
+    hit = tl.min(tl.where(top == tl.max(top, 0), best, 2147483647), 0)
+    tl.store(log_prob_ptr + row, log_prob * LN_2)
+    tl.store(correct_ptr + row, (hit == label).to(tl.int8))
+    target_lse = lse
+    if SOFT:
+        target_lse = _log2_sum(target_top, target_total)
+        gap = tl.sum(target_gap * tl.math.exp2(target_top - target_lse), 0)
+        tl.store(loss_ptr + row, (gap - target_lse + lse) * LN_2)
+    else:
+        tl.store(loss_ptr + row, -log_prob * LN_2)
+    if GRADIENT:
+        tl.debug_barrier()  # the label's logit is read before its place is taken
+        for start in tl.range(0, num_words, TILE):
+            word = start + lane
+            inside = word < num_words
+            x = tl.load(logits_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
+            gradient = tl.math.exp2(x - lse)
+            if SOFT:
+                t = tl.load(target_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
+                gradient -= tl.math.exp2(t - target_lse)
+            else:
+                gradient -= (word == label).to(tl.float32)
+            tl.debug_barrier()  # the first tile's gradient lands on logits of the same tile
+            tl.store(gradient_ptr + word, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def chunk_rows(num_positions: int, *, soft: bool) -> int:
+    """Positions a chunk: 1/32 of all, in whole tiles of a matrix product, 256 to 1,024; half with two sets of logits.
+
+    7,680 positions (512 anchors of 16 slots) -> 256; 15,360 -> 512.
+    """
+    rows = min(1024, 256 * max(1, round(num_positions / 32 / 256)))
+    return min(num_positions, rows // 2 if soft else rows)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a @ b with float32 sums and a float32 result, whatever the dtype of the inputs."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)  # the interpreter
+
+
+class _Workspace:
+    """Logits of a chunk, rows padded to 16 words: aligned in either dtype, and known to be so by the compiler."""
+
+    def __init__(self, hidden: Tensor, head: Tensor, rows: int):
+        self.num_words = len(head)
+        padded = (self.num_words + 15) // 16 * 16
+        self.logits = torch.empty(rows, padded, device=hidden.device, dtype=torch.float32)
+        self.gradient = self.logits.view(hidden.dtype)
+
+    def fill(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return _product(hidden, head.T, out=self.logits[: len(hidden), : self.num_words])
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, labels, soft_target, want_gradient):
+        num_positions, num_words, soft = len(hidden), len(head), soft_target is not None
+        loss, log_prob = torch.empty(2, num_positions, device=hidden.device, dtype=torch.float32)
+        correct = torch.empty(num_positions, device=hidden.device, dtype=torch.int8)
+        rows = chunk_rows(num_positions, soft=soft)
+        work = _Workspace(hidden, head, rows)
+        target_work = _Workspace(hidden, head, rows) if soft else work
+        unit = torch.empty_like(hidden) if want_gradient else None
+        unit_chunk = torch.empty(rows, hidden.shape[1], device=hidden.device, dtype=torch.float32)
+        for start in range(0, num_positions, rows):
+            chunk = slice(start, min(start + rows, num_positions))
+            count = chunk.stop - chunk.start
+            work.fill(hidden[chunk], head)
+            if soft:
+                target_work.fill(soft_target[chunk], head)
+            row_kernel[(count,)](
+                work.logits, target_work.logits, labels[chunk], work.gradient,
+                loss[chunk], log_prob[chunk], correct[chunk],
+                work.logits.stride(0), work.gradient.stride(0), num_words,
+                SOFT=soft, GRADIENT=want_gradient, TILE=TILE_V,
+                num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+            )  # fmt: skip
+            if unit is not None:
+                unit[chunk] = _product(work.gradient[:count, :num_words], head, out=unit_chunk[:count])
+        correct = correct.bool()
+        ctx.mark_non_differentiable(log_prob, correct)
+        if unit is not None:
+            ctx.save_for_backward(unit)
+        return loss, log_prob, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, *_):
+        (unit,) = ctx.saved_tensors
+        return torch.mul(unit, grad_loss[:, None], out=torch.empty_like(unit)), None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
+) -> VocabularyLoss:
+    """`dflash_core.kernels.linear_cross_entropy.linear_cross_entropy` on CUDA, float32, bfloat16 or float16."""
+    assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, (hidden_PD.dtype, head_VD.dtype)
+    if len(hidden_PD) == 0:
+        empty = hidden_PD.sum(dim=-1).float()
+        return VocabularyLoss(empty, empty.detach(), empty.detach().bool())
+    soft_target = None if soft_target_PD is None else soft_target_PD.detach().to(hidden_PD.dtype).contiguous()
+    want_gradient = torch.is_grad_enabled() and hidden_PD.requires_grad
+    return VocabularyLoss(
+        *_LinearCrossEntropy.apply(
+            hidden_PD.contiguous(), head_VD.detach(), labels_P.contiguous(), soft_target, want_gradient
+        )
+    )
+
+
+def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
+    """`dflash_core.kernels.linear_cross_entropy.linear_argmax` on CUDA: float32 logits, a chunk at a time."""
+    hidden, head = hidden_PD.detach().contiguous(), head_VD.detach()
+    out = torch.empty(len(hidden), device=hidden.device, dtype=torch.int64)
+    if len(hidden) == 0:
+        return out
+    rows = chunk_rows(len(hidden), soft=False)
+    work = _Workspace(hidden, head, rows)
+    for start in range(0, len(hidden), rows):
+        out[start : start + rows] = work.fill(hidden[start : start + rows], head).argmax(dim=-1)
+    return out
