@@ -1,0 +1,42 @@
+"""A rank of a training run: `torchrun ... -m dflash_core.training run.json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from dflash_core.config import UserError
+from dflash_core.training.supervise import RankRecord, Stopped, StopSignal, end_with_parent, reporting
+
+EXIT_STOPPED = 143
+
+
+def main(path: Path) -> int:
+    """Exit code: 0 finished, 1 failed (the report is in the run's directory), 143 stopped by a signal."""
+    stop = StopSignal()  # before anything slow
+    end_with_parent()
+    from dflash_core.training.rank import run_rank
+    from dflash_core.training.setup import Run
+    from dflash_core.training.topology import make_layout, role_of
+    from dflash_core.training.world import rank_of_process, set_up, tear_down
+
+    run = Run.load(path)
+    rank = rank_of_process()
+    record = RankRecord(run.directory, rank, role_of(make_layout(run.config.training), rank))
+    try:
+        with reporting(record):
+            world = set_up(run.config.training)
+            try:
+                run_rank(run, world, record, stop)
+            finally:
+                tear_down()
+    except Stopped:
+        return EXIT_STOPPED
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,351 @@
+"""The training loop: the only one, for one process or many, colocated or split, on CPU or GPU.
+
+A step is a set of samples. Every drafter rank adds the gradients of its microbatches of the step, one small
+all-reduce sums the statistics (and asks whether anybody wants to stop), one all-reduce sums the gradients,
+which are then divided by the step's summed weights. A rank without a microbatch, or with one without anchors,
+adds zeros. So a step has the same collectives on every rank whatever it was given, and its result does not
+depend on how the samples were split, beyond the order of floating-point sums.
+
+Why not DistributedDataParallel: its hooks reduce during a backward pass, while a step here has many (one a
+chunk of blocks), and their number differs between ranks. One flat reduction a step is exact and costs less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_core.config import UserError
+from dflash_core.model.drafter import DFlashDrafter
+from dflash_core.model.export import save_drafter
+from dflash_core.model.loss import LossSums
+from dflash_core.training.checkpoint import Checkpointer, State
+from dflash_core.training.feed import Schedule
+from dflash_core.training.optim import build_optimizer, learning_rate
+from dflash_core.training.parallel import place_drafter
+from dflash_core.training.progress import MetricsFile, Reporter
+from dflash_core.training.setup import Run
+from dflash_core.training.supervise import RankRecord, Stopped, StopSignal
+from dflash_core.training.topology import assignments_of_step, validation_assignments
+from dflash_core.training.transfer import Delivery
+from dflash_core.training.validation import (
+    LossArguments,
+    accuracy_by_position,
+    loss_of,
+    validation_metrics,
+)
+from dflash_core.training.world import World
+
+STOP, OUT_OF_MEMORY = "stop", "out of memory"
+PEER_GRACE_SECONDS = 2.0  # between a peer's end and the signal that torchrun then sends here
+
+
+@dataclass
+class Trainer:
+    """A drafter rank's run. `deliveries` yields this rank's validation microbatches, then those of every step."""
+
+    run: Run
+    world: World
+    record: RankRecord
+    stop: StopSignal
+    schedule: Schedule
+    checkpoints: Checkpointer
+    state: State
+    drafter: DFlashDrafter
+    deliveries: Iterator[Delivery]
+    same: LossArguments
+    num_validation_groups: int  # over all ranks
+    decode: (
+        Callable[[DFlashDrafter], dict[str, float]] | None
+    )  # real decoding of a few prompts, where a target is
+
+    def __post_init__(self) -> None:
+        self.config = self.run.config.training
+        self.drafter, self.gradients = place_drafter(self.drafter, self.world, self.config.parallel)
+        self.optimizer = build_optimizer(self.drafter, self.run.config.optimizer)
+        self.saved_step, self.save_is_late = -1, False
+        self.last_save = time.monotonic()
+
+    def train(self) -> None:
+        """All steps, then the drafter's export and summary.json.
+
+        Raises:
+            Stopped: after SIGTERM on any rank, with a checkpoint of the last completed step.
+            UserError: out of memory, with what to change.
+        """
+        if self.world.is_leader:
+            self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
+            self.reporter = Reporter(self.schedule.total_steps, self.state.step)
+        try:
+            self.validation = [
+                self._host(next(self.deliveries))
+                for a in validation_assignments(self.world.layout, self.num_validation_groups)
+                if a.drafter == self.world.rank
+            ]
+            self._validate_when_due()
+            while self.state.step < self.schedule.total_steps:
+                self._step()
+                self._validate_when_due()
+                self._save_when_due()
+            self._finish()
+        except Stopped:
+            self._save(wait=True)
+            raise
+        except Exception:
+            if not self.stop.wait(PEER_GRACE_SECONDS):
+                raise
+            self._save_alone()
+            raise Stopped from None
+        finally:
+            if self.world.is_leader:
+                self.reporter.close()
+
+    def _step(self) -> None:
+        """One optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW."""
+        step, started = self.state.step, time.monotonic()
+        self.record.take_seconds()
+        self.gradients.zero()
+        sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
+        complaint = ""
+        for assignment in assignments_of_step(self.world.layout, self.schedule, step):
+            if assignment.drafter != self.world.rank:
+                continue
+            if self.stop.is_set():
+                complaint = STOP
+                break
+            self.record.phase("wait for feed", step=step, microbatch=assignment.slot)
+            try:
+                delivered, microbatch, features = next(self.deliveries)
+                assert delivered == assignment, (delivered, assignment)
+                self.record.phase("train")
+                sums = sums + loss_of(self.drafter, microbatch, features, self.same, backward=True)
+            except torch.OutOfMemoryError:
+                complaint = OUT_OF_MEMORY
+                break
+            except RuntimeError:  # a target rank that was told to stop first has closed its connection
+                if not self.stop.wait(PEER_GRACE_SECONDS):
+                    raise
+                complaint = STOP
+                break
+        self.record.phase("wait for other ranks")
+        seconds = self.record.take_seconds()
+        sums, waits = self._agree(sums, complaint, seconds)
+        weight = float(sums.weight_sum)
+        self.gradients.reduce(self.world.gradients)
+        self.record.phase("update")
+        norm = float(self.gradients.normalise(weight or 1.0, self.run.config.optimizer.clip_norm))
+        rate = learning_rate(step, self.schedule.total_steps, self.run.config.optimizer)
+        finite = math.isfinite(norm) and math.isfinite(sums.loss())
+        if finite and weight > 0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self._log(sums, waits, norm, rate, finite, started)
+
+    def _agree(
+        self, sums: LossSums, complaint: str, seconds: dict[str, float]
+    ) -> tuple[LossSums, dict[str, float]]:
+        """Sums over all drafter ranks; the one place where ranks agree to stop, so all do so at the same step.
+
+        Raises:
+            Stopped, UserError: on every rank, when any rank complained.
+        """
+        fields = [f.name for f in dataclasses.fields(LossSums)]
+        tensors = [getattr(sums, name).double().cpu().reshape(-1) for name in fields]
+        waiting = sum(s for name, s in seconds.items() if name.startswith("wait for target"))
+        times = [
+            seconds.get("capture", 0.0),
+            seconds.get("train", 0.0),
+            waiting,
+            seconds.get("wait for feed", 0.0),
+        ]
+        # Clocks differ between ranks and a save is collective: rank 0's clock decides.
+        late = (
+            time.monotonic() - self.last_save > self.config.checkpoint_every_seconds and self.world.is_leader
+        )
+        flags = [float(complaint == STOP), float(complaint == OUT_OF_MEMORY), float(late)]
+        ranks = len(self.world.layout.drafters)
+        total = self.world.sum([*flags, *times, *torch.cat(tensors).tolist()])
+        if total[0]:
+            raise Stopped
+        if total[1]:
+            self._save(wait=True)
+            raise UserError(out_of_memory_advice(self.run))
+        self.save_is_late = bool(total[2])
+        flat = torch.tensor(total[7:], dtype=torch.float64)
+        parts = dict(zip(fields, flat.split([t.numel() for t in tensors])))
+        shaped = {n: p if n in ("correct_K", "count_K") else p[0] for n, p in parts.items()}
+        names = ("capture_seconds", "drafter_seconds", "wait_seconds", "feed_seconds")
+        return LossSums(**shaped), {name: value / ranks for name, value in zip(names, total[3:7])}
+
+    def _log(
+        self, sums: LossSums, waits: dict[str, float], norm: float, rate: float, finite: bool, started: float
+    ) -> None:
+        """Count the step as completed and write its line.
+
+        Raises:
+            UserError: a step that is not finite, where `training.nonfinite` does not let it pass.
+        """
+        state, summary = self.state, self.schedule.step_summary(self.state.step)
+        seconds = time.monotonic() - started
+        supervised = float(sums.weight_sum) > 0
+        state.step += 1
+        state.updates += finite and supervised
+        state.nonfinite_steps += not finite
+        state.nonfinite_in_a_row = 0 if finite else state.nonfinite_in_a_row + 1
+        state.samples += int(summary["batch/num_samples"])
+        state.tokens += int(summary["batch/tokens"])
+        state.train_seconds += seconds
+        state.capture_seconds += waits["capture_seconds"]
+        state.drafter_seconds += waits["drafter_seconds"]
+        if finite and supervised:
+            state.loss_last = sums.loss()
+            state.loss_first = state.loss_last if state.loss_first is None else state.loss_first
+        if self.world.is_leader and (state.step % self.config.log_every == 0 or not finite):
+            metrics = {
+                "train/loss": sums.loss() if finite and supervised else None,
+                "train/grad_norm": norm if math.isfinite(norm) else None,
+                "train/lr": rate,
+                **accuracy_by_position(sums, "train"),
+                "train/nonfinite_steps": state.nonfinite_steps,
+                "perf/tokens_per_second": summary["batch/tokens"] / seconds,
+                "perf/step_seconds": seconds,
+                **{f"perf/{name}": value for name, value in waits.items()},
+                **summary,
+            }
+            self.metrics.write(state.step, metrics)
+            self.reporter.step(state.step, metrics)
+        if not finite and (
+            self.config.nonfinite == "stop" or state.nonfinite_in_a_row >= self.config.max_nonfinite_steps
+        ):
+            raise UserError(
+                f"step {state.step}: loss {sums.loss()}, gradient norm {norm}, {state.nonfinite_in_a_row} in a row "
+                f"(training.nonfinite {self.config.nonfinite}, max_nonfinite_steps "
+                f"{self.config.max_nonfinite_steps}); allowed: a lower optimizer.lr, or data that was checked"
+            )
+
+    def _validate_when_due(self) -> None:
+        """At step 0, every `validate_every` steps and at the end, once each; a stop in between leaves it undone."""
+        state = self.state
+        due = state.step % self.config.validate_every == 0 or state.step == self.schedule.total_steps
+        if not due or state.validated_step == state.step or not self.num_validation_groups:
+            return
+        self.record.phase("validate", step=state.step)
+        sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
+        complaint = ""
+        for _, microbatch, features in self.validation:
+            if self.stop.is_set():
+                complaint = STOP
+                break
+            sums = sums + loss_of(
+                self.drafter, microbatch, features.to(self.world.device), self.same, backward=False
+            )
+        decoded = self.decode(self.drafter) if self.decode and not complaint else {}
+        sums, _ = self._agree(sums, complaint, {})
+        metrics = {**validation_metrics(sums), **decoded}
+        state.validated_step, state.validation_last = state.step, metrics
+        state.validation_first = state.validation_first or metrics
+        loss = metrics["validation/loss"]
+        if state.best_value is None or loss < state.best_value:
+            state.best_value, state.best_step = loss, state.step
+        if self.world.is_leader:
+            self.metrics.write(state.step, metrics)
+            self.reporter.say(
+                f"validation at step {state.step}: loss {loss:.4f}, simulated acceptance length "
+                f"{metrics['validation/simulated_acceptance_length']:.3f}"
+                + (f", decoded {decoded['validation/acceptance_length']:.3f}" if decoded else "")
+            )
+
+    def _save_when_due(self) -> None:
+        """At step intervals, time intervals, after a validation that was the best so far, and at the end."""
+        state = self.state
+        if (
+            self.save_is_late
+            or state.step % self.config.checkpoint_every_steps == 0
+            or state.best_step == state.step > 0
+            or state.step == self.schedule.total_steps
+        ):
+            self._save(wait=state.step == self.schedule.total_steps)
+
+    def _save(self, *, wait: bool) -> None:
+        if self.saved_step == self.state.step:
+            self.checkpoints.wait()
+            return
+        self.record.phase("save")
+        self.checkpoints.save(self.state, self.drafter, self.optimizer, wait=wait)
+        self.saved_step, self.last_save = self.state.step, time.monotonic()
+
+    def _save_alone(self) -> None:
+        """Peers are gone, so nothing collective works; rank 0 has all that a checkpoint needs if it is replicated."""
+        if self.world.is_leader and self.config.parallel == "ddp" and self.saved_step != self.state.step:
+            self.record.phase("save")
+            self.gradients.zero()
+            alone = Checkpointer(self.checkpoints.directory, keep_last=self.config.keep_last, group=None)
+            alone.save(self.state, self.drafter, self.optimizer, wait=True)
+
+    def _host(self, delivery: Delivery) -> Delivery:
+        assignment, microbatch, features = delivery
+        return assignment, microbatch, features.to(torch.device("cpu"))
+
+    def _finish(self) -> None:
+        """Export the best drafter by validation loss (the last where nothing was validated); write summary.json."""
+        self.record.phase("export")
+        self.checkpoints.wait()
+        best = self.checkpoints.at_step(self.state.best_step)
+        if best is not None and self.state.best_step != self.state.step:
+            self.checkpoints.load(best, self.drafter, None)
+        if not self.world.is_leader:
+            return
+        exported = self.state.best_step if best is not None else self.state.step
+        save_drafter(self.drafter, self.run.directory / "drafter")
+        summary = summarise(self.state, self.run, exported)
+        partial = self.run.directory / "summary.tmp"
+        partial.write_text(json.dumps(summary, indent=1))
+        os.replace(partial, self.run.directory / "summary.json")
+
+
+def summarise(state: State, run: Run, exported_step: int | None) -> dict[str, Any]:
+    """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come from."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_allocated()
+    return {
+        "run_key": run.run_key,
+        "steps": state.step,
+        "updates": state.updates,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        "tokens_per_second": state.tokens / state.train_seconds if state.train_seconds else 0.0,
+        "train_seconds": state.train_seconds,
+        "capture_seconds": state.capture_seconds,
+        "drafter_seconds": state.drafter_seconds,
+        "loss_first": state.loss_first,
+        "loss_last": state.loss_last,
+        "nonfinite_steps": state.nonfinite_steps,
+        "validation_first": state.validation_first,
+        "validation_last": state.validation_last,
+        "best_step": state.best_step,
+        "best_validation_loss": state.best_value,
+        "exported_step": exported_step,
+        "peak_memory_bytes": memory,
+        "mlflow_run_id": state.mlflow_run_id,
+    }
+
+
+def out_of_memory_advice(run: Run) -> str:
+    """What to change, with the values that were too much."""
+    batching, training = run.config.batching, run.config.training
+    return (
+        f"out of memory: lower training.max_draft_slots (now {training.max_draft_slots}; peak memory of the drafter "
+        f"follows it, the result does not change), or batching.token_budget (now {batching.token_budget}; slots of "
+        "the target's forward), or set training.parallel to fsdp2 (optimizer and master weights sharded)"
+    )

@@ -1,0 +1,93 @@
+"""What a run shows: `metrics.jsonl`, one line a step, and the console of rank 0.
+
+Each line has the number of completed steps and a time in ms, so sending it anywhere twice is harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+LINE_SECONDS = 10.0  # between lines where there is no terminal
+
+
+class MetricsFile:
+    """Appends to `metrics.jsonl`. Opening it cuts what lies beyond the step from which the run goes on."""
+
+    def __init__(self, path: Path, completed_steps: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                # A line cut short by a kill is the last one, and its step will run again.
+                if line.endswith("\n") and json.loads(line)["step"] <= completed_steps:
+                    kept.append(line)
+        partial = path.with_suffix(".tmp")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
+        self._file = open(path, "a")  # noqa: SIM115 (open as long as the run)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """One line, at once visible to readers."""
+        line = {"step": step, "time_ms": int(time.time() * 1000), **values}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+class Reporter:
+    """A progress bar in a terminal; elsewhere a line about every ten seconds, the first and last step included."""
+
+    def __init__(self, total_steps: int, completed_steps: int) -> None:
+        self.total, self.first = total_steps, completed_steps
+        self._started = self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stdout.isatty():
+            text = TextColumn("{task.fields[text]}")
+            left = TimeRemainingColumn(compact=True)
+            self._bar = Progress(TextColumn("training"), BarColumn(), text, left, console=Console())
+            self._task = self._bar.add_task("", total=total_steps, completed=completed_steps, text="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, completed: int, metrics: dict[str, Any]) -> None:
+        """Show how far the run is."""
+        loss = metrics["train/loss"]
+        text = (
+            f"step {completed}/{self.total}  loss {'-' if loss is None else f'{loss:.3f}'}  "
+            f"position 1 {metrics['train/accuracy_position_1']:.1%}  "
+            f"{metrics['perf/tokens_per_second']:.0f} real tokens/s  "
+            f"padding efficiency {metrics['batch/padding_efficiency']:.2f}"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=completed, text=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= LINE_SECONDS or completed in (self.first + 1, self.total):
+            self._last_line = now
+            left = (now - self._started) / (completed - self.first) * (self.total - completed)
+            print(f"{text}  {duration(left)} left", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """75 -> 1:15; 3,700 -> 1:01:40."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,116 @@
+"""Who does what: which ranks capture, which train, and which microbatch goes where.
+
+`colocated`: every rank captures its own microbatches and trains on them. `split`: some ranks hold the target
+and only capture, the others hold the drafter and only train; hidden states travel point to point. Both are
+one torchrun world. The assignment is a pure function of the plan, the step and the numbers of ranks: no
+server, no polling, and each pair of ranks exchanges its microbatches in plan order.
+
+On several nodes, when both roles divide evenly, each node is an island: hidden states never leave it. Within
+an island drafter ranks come first. Example, split with 3 targets and 1 drafter: rank 0 trains, ranks 1 to 3
+capture; with 2 nodes of (1 drafter, 2 targets): ranks 0 and 3 train.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dflash_core.config import TrainingConfig, UserError
+from dflash_core.training.feed import Assignment, Schedule
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Global ranks by role. `islands`: (drafter ranks, target ranks) that exchange hidden states."""
+
+    split: bool
+    islands: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def drafters(self) -> tuple[int, ...]:
+        return tuple(r for drafters, _ in self.islands for r in drafters)
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(r for _, targets in self.islands for r in targets)
+
+    @property
+    def world_size(self) -> int:
+        return len({*self.drafters, *self.targets})
+
+
+def ranks_per_node(config: TrainingConfig) -> int:
+    """Processes that torchrun starts on each node.
+
+    Raises:
+        UserError: the ranks do not divide by the nodes.
+    """
+    ranks = config.num_drafter_ranks + (config.num_target_ranks if config.topology == "split" else 0)
+    if ranks % config.num_nodes:
+        raise UserError(
+            f"training.num_nodes: {config.num_nodes} does not divide the {ranks} ranks of "
+            f"num_drafter_ranks ({config.num_drafter_ranks}) and num_target_ranks ({config.num_target_ranks})"
+        )
+    return ranks // config.num_nodes
+
+
+def make_layout(config: TrainingConfig) -> Layout:
+    """Roles of all ranks."""
+    per_node = ranks_per_node(config)
+    if config.topology == "colocated":
+        everyone = tuple(range(per_node * config.num_nodes))
+        return Layout(False, tuple(((r,), (r,)) for r in everyone))
+    d, t, n = config.num_drafter_ranks, config.num_target_ranks, config.num_nodes
+    if d % n or t % n:  # uneven: one island over all nodes
+        return Layout(True, ((tuple(range(d)), tuple(range(d, d + t))),))
+    islands = []
+    for node in range(n):
+        first = node * per_node
+        middle = first + d // n
+        islands.append((tuple(range(first, middle)), tuple(range(middle, first + per_node))))
+    return Layout(True, tuple(islands))
+
+
+def role_of(layout: Layout, rank: int) -> str:
+    """`colocated`, `drafter` or `target`."""
+    return "colocated" if not layout.split else "drafter" if rank in layout.drafters else "target"
+
+
+def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterator[Assignment]:
+    """All microbatches of a step in the order in which they are captured and trained on; idle places are left out.
+
+    Within an island microbatch number i of a step (over slots, then drafters) goes to target (step + i) mod
+    T: the shift by the step spreads an uneven remainder. With 1 drafter and 2 targets, three microbatches of
+    step 0 are captured by targets 0, 1, 0 and those of step 1 by targets 1, 0, 1.
+    """
+    epoch, local = schedule.locate(step)
+    plan = schedule.plan(epoch)
+    order = dict(zip(layout.drafters, plan.deal_step(len(layout.drafters), local)))
+    for drafters, targets in layout.islands:
+        number = step
+        for slot in range(max(len(order[rank]) for rank in drafters)):
+            for rank in drafters:
+                microbatch = int(order[rank][slot])
+                if microbatch >= 0:
+                    yield Assignment(step, slot, epoch, microbatch, targets[number % len(targets)], rank)
+                    number += 1
+
+
+def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignment]:
+    """Validation microbatches, dealt in turn to the drafters; step -1, before all others."""
+    islands = {rank: island for island in layout.islands for rank in island[0]}
+    for group in range(num_groups):
+        rank = layout.drafters[group % len(layout.drafters)]
+        targets = islands[rank][1]
+        yield Assignment(-1, group, 0, group, targets[group % len(targets)], rank)
+
+
+def assignments_of_rank(
+    layout: Layout, schedule: Schedule, rank: int, *, num_validation_groups: int, first_step: int
+) -> Iterator[Assignment]:
+    """What a rank captures (a target) or trains on (a drafter; both when colocated): validation, then all steps."""
+    role = "drafter" if rank in layout.drafters else "target"
+    steps = (assignments_of_step(layout, schedule, s) for s in range(first_step, schedule.total_steps))
+    for assignments in itertools.chain([validation_assignments(layout, num_validation_groups)], steps):
+        yield from (a for a in assignments if getattr(a, role) == rank)

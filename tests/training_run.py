@@ -1,0 +1,143 @@
+"""Small complete training runs for tests: a tiny target, a shard of random samples, plans, run.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_core.batching import build_plan
+from dflash_core.batching.storage import save_plan
+from dflash_core.config import RunConfig, from_dict, to_dict
+from dflash_core.data.store import ShardWriter, TokenStore
+from dflash_core.model.anchors import draft_slots
+from tests.tiny_target import MASK_TOKEN_ID, VOCAB_SIZE
+
+SETTINGS: dict[str, Any] = {
+    "target": {"compute_dtype": "float32", "feature_dtype": "float32"},
+    "data": {"validation_share": 0.1, "min_validation_samples": 4},
+    "batching": {"strategy": "packed", "token_budget": 96, "tokens_per_step": 256},
+    "drafter": {
+        "num_layers": 1,
+        "block_size": 4,
+        "target_layer_ids": [0, 2],
+        "mask_token_id": MASK_TOKEN_ID,
+        "intermediate_size": 96,
+    },
+    "objective": {"num_anchors": 6},
+    "optimizer": {"lr": 3e-3},
+    "training": {
+        "epochs": 2,
+        "device": "cpu",
+        "compute_dtype": "float32",
+        "validate_every": 5,
+        "num_validation_samples": 4,
+        "checkpoint_every_steps": 4,
+        "max_draft_slots": 64,
+    },
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with nested changes."""
+    out = dict(base)
+    for name, value in changes.items():
+        out[name] = merged(out[name], value) if isinstance(value, dict) and name in out else value
+    return out
+
+
+def write_shard(directory: Path, *, num_samples: int = 60, seed: int = 0) -> Path:
+    """Random samples of 6 to 90 tokens: a prompt of a third, then an answer; each tenth answers one token only.
+
+    Such a sample has no eligible anchor: the token after its only supervised one is missing.
+    """
+    rng = np.random.default_rng(seed)
+    with ShardWriter(directory, source_digest=f"random {seed} {num_samples}", meta={}) as writer:
+        for i in range(num_samples):
+            length = int(rng.integers(6, 91))
+            # Every other token repeats the one before it plus one, so that there is something to learn.
+            ids = rng.integers(4, VOCAB_SIZE, length).astype(np.int32)
+            ids[1::2] = np.minimum(ids[0::2][: len(ids[1::2])] + 1, VOCAB_SIZE - 1)
+            mask = np.zeros(length, np.uint8)
+            mask[length // 3 :] = 1
+            if i % 10 == 9:
+                mask[:-1] = 0
+            writer.add(ids, mask, source="even" if i % 2 == 0 else "odd")
+        writer.close()
+    return directory
+
+
+def write_run(
+    root: Path,
+    target: Path,
+    changes: dict[str, Any] | None = None,
+    *,
+    name: str = "run",
+    num_samples: int = 60,
+) -> tuple[Path, RunConfig]:
+    """Everything that `launch` needs under `root`; returns the run's directory and its configuration.
+
+    Runs of one root and the same data and batching settings share shard and plans.
+    """
+    config: RunConfig = from_dict(RunConfig, merged(SETTINGS, changes or {}))
+    shard = root / f"shard-{num_samples}"
+    if not shard.exists():
+        write_shard(shard, num_samples=num_samples)
+    store = TokenStore.open(
+        [shard],
+        validation_share=config.data.validation_share,
+        min_validation_samples=config.data.min_validation_samples,
+    )
+    rows = store.train_indices
+    slots = draft_slots(
+        store.num_eligible[rows],
+        num_anchors=config.objective.num_anchors,
+        block_size=config.drafter.block_size,
+    )
+    run_dir = root / name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    plans = []
+    for epoch in range(config.training.epochs):
+        path = run_dir / f"epoch-{epoch:03d}.parquet"
+        seed = config.training.seed
+        save_plan(
+            build_plan(store.lengths[rows], config.batching, seed=seed, epoch=epoch, draft_slots=slots), path
+        )
+        plans.append(str(path))
+    paths = {"target": str(target), "shards": [str(shard)], "plans": plans, "run": str(run_dir)}
+    description = {"config": to_dict(config), "run_key": "test", "paths": paths, "mlflow_run_id": None}
+    (run_dir / "run.json").write_text(json.dumps(description))
+    return run_dir, config
+
+
+def read_metrics(run_dir: Path, kind: str = "train/loss") -> dict[int, dict[str, Any]]:
+    """Lines that hold `kind`, by step; fails on a step that is there twice."""
+    out: dict[int, dict[str, Any]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        if kind in values:
+            assert values["step"] not in out, f"step {values['step']} is logged twice"
+            out[values["step"]] = values
+    return out
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training losses in order of steps 1, 2, ..., which must be complete."""
+    lines = read_metrics(run_dir)
+    assert list(lines) == list(range(1, len(lines) + 1)), list(lines)
+    return [line["train/loss"] for line in lines.values()]
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    """Tensors of the exported drafter."""
+    from safetensors.numpy import load_file
+
+    return load_file(run_dir / "drafter" / "model.safetensors")
+
+
+def with_training(config: RunConfig, **changes: Any) -> RunConfig:
+    """The configuration with other settings in its `training` section."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
