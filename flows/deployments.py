@@ -50,7 +50,7 @@ class CompareOptions(FlowOptions):
 class EvaluateOptions(FlowOptions):
     """evaluate-drafter: which drafter."""
 
-    drafter: str | None = (
+    drafter_path: str | None = (
         None  # an exported drafter's directory or a run's; None: the deployment's latest run
     )
 

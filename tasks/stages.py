@@ -133,7 +133,7 @@ class Stage:
             persist_result=True,
             result_serializer="json",
             **task_options,
-        )(self._produce)
+        )(self.produce)
 
     def key(self, inputs: dict[str, Any]) -> str:
         """Digest of the code version and of all inputs but the locations."""
@@ -197,7 +197,7 @@ class Stage:
         configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
         return configured.submit(**arguments)
 
-    def _produce(
+    def produce(
         self, storage_root: str, inputs: dict[str, Any], key: str, label: str, refresh: bool, after: list[Any]
     ) -> dict[str, Any]:
         """The task's body: outputs into a temporary directory, then under their name in one rename."""

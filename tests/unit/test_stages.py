@@ -1,0 +1,217 @@
+"""Keys, pointers and publication of stages, without an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_core.config import RunConfig, from_dict, to_dict
+from tasks import runs
+from tasks.stages import FileDigests, Stage, content_digest, is_complete
+
+INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
+
+
+def repeat(out: Path, *, text_digest: str, times: int, path: str) -> dict:
+    (out / "deep").mkdir()
+    (out / "deep" / "text").write_text(text_digest * times)
+    return {"length": len(text_digest) * times}
+
+
+def make(function=repeat, version: int = 1) -> Stage:
+    return Stage(function, "repeat", version, (), ("path",), {})
+
+
+def produce(stage: Stage, root: Path, inputs: dict | None = None, refresh: bool = False) -> dict:
+    inputs = INPUTS if inputs is None else inputs
+    return stage.produce(str(root), inputs, stage.key(inputs), "label", refresh, [])
+
+
+def test_digest_ignores_the_order_of_keys() -> None:
+    assert content_digest({"a": 1, "b": [2, 3]}) == content_digest({"b": [2, 3], "a": 1})
+    assert content_digest({"a": 1}) != content_digest({"a": "1"})
+    assert content_digest([1, 2]) != content_digest([2, 1])
+
+
+def test_key_holds_inputs_and_code_version_but_no_location() -> None:
+    key = make().key(INPUTS)
+    assert make().key({**INPUTS, "path": "elsewhere"}) == key
+    assert make().key({**INPUTS, "times": 3}) != key
+    assert make(version=2).key(INPUTS) != key
+
+
+def test_outputs_appear_whole_under_their_key(tmp_path: Path) -> None:
+    stage = make()
+    pointer = produce(stage, tmp_path)
+    assert pointer["path"] == f"store/repeat/{stage.key(INPUTS)}"  # relative: the root may move
+    assert pointer["files"] == ["deep/text"] and pointer["length"] == 4
+    directory = tmp_path / pointer["path"]
+    assert (directory / "deep" / "text").read_text() == "d1d1"
+    assert json.loads((directory / "pointer.json").read_text()) == pointer
+    assert is_complete(directory)
+    assert [p.name for p in directory.parent.iterdir()] == [directory.name]  # no temporary names left
+
+
+def test_what_is_there_is_used_and_what_is_gone_is_made_again(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(out: Path, **inputs) -> dict:
+        calls.append(inputs["times"])
+        return repeat(out, **inputs)
+
+    stage = make(counted)
+    first = produce(stage, tmp_path)
+    assert produce(stage, tmp_path) == first and calls == [2]
+    (tmp_path / first["path"] / "deep" / "text").unlink()
+    assert not is_complete(tmp_path / first["path"])
+    assert produce(stage, tmp_path) == first and calls == [2, 2]
+    assert is_complete(tmp_path / first["path"])
+    produce(stage, tmp_path, refresh=True)
+    assert calls == [2, 2, 2]
+
+
+def test_a_failing_stage_leaves_nothing(tmp_path: Path) -> None:
+    def half(out: Path, **inputs) -> dict:
+        (out / "half").write_text("x")
+        raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        produce(make(half), tmp_path)
+    assert list((tmp_path / "store" / "repeat").iterdir()) == []
+
+
+def test_a_stage_killed_half_way_is_not_used_and_is_cleaned_up(tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
+from tests.unit import test_stages as t
+from pathlib import Path
+def die(out, **inputs):
+    (out / "half").write_text("x")
+    os.kill(os.getpid(), 9)
+t.produce(t.make(die), Path({str(tmp_path)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", script], env={**os.environ}, timeout=60)
+    assert killed.returncode == -9
+    assert len(list((tmp_path / "store" / "repeat").iterdir())) == 1  # the temporary directory
+    assert not is_complete(make().directory(tmp_path, INPUTS))
+    pointer = produce(make(), tmp_path)
+    assert [p.name for p in (tmp_path / "store" / "repeat").iterdir()] == [Path(pointer["path"]).name]
+
+
+def test_file_digests_trust_size_and_time_only_when_the_file_was_at_rest(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("one")
+    old = time.time_ns() - 10_000_000_000
+    os.utime(path, ns=(old, old))
+    digests = FileDigests(tmp_path)
+    first = digests.of(path)
+    assert first == "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"  # sha256 of "one"
+    digests.save()
+    path.write_text("two")
+    os.utime(path, ns=(old, old))  # same size, same time: what the memory is for
+    assert FileDigests(tmp_path).of(path) == first
+    os.utime(path, ns=(old + 1, old + 1))
+    assert FileDigests(tmp_path).of(path) != first
+    path.write_text("new")  # written just now, so not remembered: an equally long text is noticed
+    just_now = path.stat().st_mtime_ns
+    digests = FileDigests(tmp_path)
+    first = digests.of(path)
+    digests.save()
+    path.write_text("now")
+    os.utime(path, ns=(just_now, just_now))
+    assert FileDigests(tmp_path).of(path) != first
+
+
+def config_of(**sections) -> RunConfig:
+    return from_dict(RunConfig, {"drafter": {"mask_token_id": 3}, **sections})
+
+
+def fields_of(config: RunConfig, **changes) -> dict:
+    given = {"dataset_digest": "data", "plan_digests": ["p0"], "target_fingerprint": "t"} | changes
+    return runs.decisive_fields(config, **given)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "training": {
+                "topology": "split",
+                "max_draft_slots": 64,
+                "log_every": 9,
+                "checkpoint_every_steps": 3,
+            }
+        },
+        {"target": {"cache": "memory", "compute_dtype": "float32"}},
+        {"evaluation": {"num_prompts": 3}, "tracking": {"experiment": "other"}},
+        {"batching": {"num_buckets": 3}},  # the strategy is packed: its plans are the same
+        {"data": {"files": ["moved.jsonl"]}},  # same shards, by digest
+    ],
+)
+def test_run_key_ignores_what_does_not_decide_the_result(tmp_path: Path, sections: dict) -> None:
+    assert (
+        runs.find_run(config_of(**sections), fields_of(config_of(**sections))).key
+        == runs.find_run(config_of(), fields_of(config_of())).key
+    )
+
+
+@pytest.mark.parametrize(
+    "sections, changes",
+    [
+        ({"drafter": {"mask_token_id": 3, "num_layers": 2}}, {}),
+        ({"optimizer": {"lr": 1e-3}}, {}),
+        ({"training": {"seed": 1}}, {}),
+        ({"training": {"epochs": 2}}, {}),
+        ({"objective": {"labels": "target"}}, {}),
+        ({"target": {"feature_dtype": "bfloat16"}}, {}),
+        ({}, {"dataset_digest": "other"}),
+        ({}, {"plan_digests": ["p1"]}),
+        ({}, {"target_fingerprint": "u"}),
+    ],
+)
+def test_run_key_changes_with_what_decides_the_result(sections: dict, changes: dict) -> None:
+    config = config_of(**sections)
+    assert content_digest(fields_of(config, **changes)) != content_digest(fields_of(config_of()))
+
+
+def test_differences_name_each_field() -> None:
+    old, new = fields_of(config_of()), fields_of(config_of(training={"seed": 1}), dataset_digest="other")
+    assert runs.differences(old, new) == ["data", "training.seed: 0 -> 1"]
+    assert runs.differences(old, old) == []
+
+
+def test_latest_is_a_relative_link_replaced_at_once(tmp_path: Path) -> None:
+    config = config_of(storage_root=str(tmp_path), deployment="d")
+    for seed in (0, 1):
+        run = runs.find_run(config, fields_of(config_of(training={"seed": seed})))
+        run.directory.mkdir(parents=True)
+        runs.point_latest(run)
+        assert os.readlink(tmp_path / "d" / "latest") == run.directory.name
+        assert len(run.directory.name) == 12
+    assert sorted(p.name for p in (tmp_path / "d").iterdir() if not p.name[0].isalnum()) == []
+
+
+def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_settings(tmp_path: Path) -> None:
+    """A checkpoint remembers the settings it was made with; those that changed nothing must not refuse it."""
+    before = config_of(storage_root=str(tmp_path), batching={"num_buckets": 6}, data={"files": ["a"]})
+    after = config_of(
+        storage_root=str(tmp_path),
+        batching={"num_buckets": 3},
+        data={"files": ["b"]},
+        training={"max_draft_slots": 64},
+    )
+    run = runs.find_run(before, fields_of(before))
+    run.directory.mkdir(parents=True)
+    for config in (before, after):
+        runs.prepare_directory(run, config, {}, total_steps=1, mlflow_run_id="m")
+    written = from_dict(RunConfig, json.loads((run.directory / "run.json").read_text())["config"])
+    assert written.batching.num_buckets == 6 and written.data.files == ("a",)
+    assert written.training.max_draft_slots == 64
+    assert to_dict(written)["optimizer"] == to_dict(before)["optimizer"]
