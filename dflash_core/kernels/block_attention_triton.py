@@ -156,26 +156,31 @@ def forward_kernel(
     v_ctx_ptr += group * H
     k_blk_ptr += group * H
     v_blk_ptr += group * H
-    own_lo, own_hi = _row_slots(rows, K, R)
-    own_last = tl.max(own_hi, 0)
-    for key0 in tl.range(tl.min(own_lo, 0), own_last, TILE_KEYS, num_stages=1):
-        acc, top, total = _attend(
-            acc, top, total, q, k_blk_ptr, v_blk_ptr, key0, own_last, own_lo, own_hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
-        )
     lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
     first = tl.min(lo, 0)
     last = tl.max(hi, 0)
     full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
+    own_lo, own_hi = _row_slots(rows, K, R)
+    own_first = tl.min(own_lo, 0)
+    own_last = tl.max(own_hi, 0)
+    num_own = tl.cdiv(own_last - own_first, TILE_KEYS)
     num_left = tl.cdiv(full_lo - first, TILE_KEYS)
-    for j in tl.range(0, num_left + tl.cdiv(last - full_hi, TILE_KEYS), num_stages=1):
-        key0, limit = _edge(j, num_left, first, full_lo, full_hi, last, TILE_KEYS)
+    num_right = tl.cdiv(last - full_hi, TILE_KEYS)
+    for j in tl.range(0, num_own + num_left + num_right, num_stages=1):
+        key0, limit = _edge(j - num_own, num_left, first, full_lo, full_hi, last, TILE_KEYS)
+        k_ptr, v_ptr, tile_lo, tile_hi = k_ctx_ptr, v_ctx_ptr, lo, hi
+        if j < num_own:
+            key0, limit = own_first + j * TILE_KEYS, own_last
+            k_ptr, v_ptr, tile_lo, tile_hi = k_blk_ptr, v_blk_ptr, own_lo, own_hi
         acc, top, total = _attend(
-            acc, top, total, q, k_ctx_ptr, v_ctx_ptr, key0, limit, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, True, PRECISION
-        )
+            acc, top, total, q, k_ptr, v_ptr, key0, limit, tile_lo, tile_hi, scale_log2,
+            GH, H, TILE_KEYS, TILE_H, True, PRECISION,
+        )  # fmt: skip
     for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
         acc, top, total = _attend(
-            acc, top, total, q, k_ctx_ptr, v_ctx_ptr, key0, last, lo, hi, scale_log2, GH, H, TILE_KEYS, TILE_H, False, PRECISION
-        )
+            acc, top, total, q, k_ctx_ptr, v_ctx_ptr, key0, last, lo, hi, scale_log2,
+            GH, H, TILE_KEYS, TILE_H, False, PRECISION,
+        )  # fmt: skip
     mask = own_rows < num_rows
     _store(out_ptr + q_base, q_offsets, mask, acc / total[:, None], H, TILE_H)
     tl.store(lse_ptr + group * num_rows + own_rows, top + tl.math.log2(total), mask=mask)
@@ -232,22 +237,24 @@ def backward_queries_kernel(
     v_ctx_ptr += group * H
     k_blk_ptr += group * H
     v_blk_ptr += group * H
-    own_lo, own_hi = _row_slots(rows, K, R)
-    own_last = tl.max(own_hi, 0)
-    for key0 in tl.range(tl.min(own_lo, 0), own_last, TILE_KEYS, num_stages=1):
-        dq = _query_gradient(
-            dq, q, do, lse, delta, k_blk_ptr, v_blk_ptr, key0, own_last, own_lo, own_hi, scale_log2,
-            GH, H, TILE_KEYS, TILE_H, True, PRECISION,
-        )  # fmt: skip
     lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
     first = tl.min(lo, 0)
     last = tl.max(hi, 0)
     full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
+    own_lo, own_hi = _row_slots(rows, K, R)
+    own_first = tl.min(own_lo, 0)
+    own_last = tl.max(own_hi, 0)
+    num_own = tl.cdiv(own_last - own_first, TILE_KEYS)
     num_left = tl.cdiv(full_lo - first, TILE_KEYS)
-    for j in tl.range(0, num_left + tl.cdiv(last - full_hi, TILE_KEYS), num_stages=1):
-        key0, limit = _edge(j, num_left, first, full_lo, full_hi, last, TILE_KEYS)
+    num_right = tl.cdiv(last - full_hi, TILE_KEYS)
+    for j in tl.range(0, num_own + num_left + num_right, num_stages=1):
+        key0, limit = _edge(j - num_own, num_left, first, full_lo, full_hi, last, TILE_KEYS)
+        k_ptr, v_ptr, tile_lo, tile_hi = k_ctx_ptr, v_ctx_ptr, lo, hi
+        if j < num_own:
+            key0, limit = own_first + j * TILE_KEYS, own_last
+            k_ptr, v_ptr, tile_lo, tile_hi = k_blk_ptr, v_blk_ptr, own_lo, own_hi
         dq = _query_gradient(
-            dq, q, do, lse, delta, k_ctx_ptr, v_ctx_ptr, key0, limit, lo, hi, scale_log2,
+            dq, q, do, lse, delta, k_ptr, v_ptr, key0, limit, tile_lo, tile_hi, scale_log2,
             GH, H, TILE_KEYS, TILE_H, True, PRECISION,
         )  # fmt: skip
     for key0 in tl.range(full_lo, full_hi, TILE_KEYS):
