@@ -86,11 +86,19 @@ def edges_of_lengths(
     """`optimal_edges` of the lengths themselves."""
     if len(lengths) == 0:
         return np.array([0, 1], np.int32)
-    counts = np.bincount(lengths)
+    counts = length_counts(lengths)
     values = np.flatnonzero(counts)
     return optimal_edges(
         values, counts[values], num_buckets=num_buckets, token_budget=token_budget, shapes=shapes
     )
+
+
+def length_counts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Samples of each length: int64[longest + 1]. A chunk at a time, as `bincount` copies its input to int64."""
+    counts = np.zeros(int(lengths.max(initial=0)) + 1, np.int64)
+    for start in range(0, len(lengths), 1 << 20):
+        counts += np.bincount(lengths[start : start + (1 << 20)], minlength=len(counts))
+    return counts
 
 
 def edge_curve(

@@ -78,11 +78,13 @@ def close_steps(tokens: NDArray[np.int64], tokens_per_step: int) -> NDArray[np.i
 def take_microbatches(order, offsets, chosen):
     """Samples and offsets of the microbatches `chosen`, one after the other: (int32[N], int64[n + 1])."""
     new_offsets = np.zeros(len(chosen) + 1, np.int64)
-    for i, microbatch in enumerate(chosen):
-        new_offsets[i + 1] = new_offsets[i] + offsets[microbatch + 1] - offsets[microbatch]
-    out = np.empty(new_offsets[-1], np.int32)
-    for i, microbatch in enumerate(chosen):
-        out[new_offsets[i] : new_offsets[i + 1]] = order[offsets[microbatch] : offsets[microbatch + 1]]
+    out = np.empty(len(order), np.int32)
+    placed = 0
+    for i in range(len(chosen)):
+        for j in range(offsets[chosen[i]], offsets[chosen[i] + 1]):
+            out[placed] = order[j]
+            placed += 1
+        new_offsets[i + 1] = placed
     return out, new_offsets
 
 
@@ -103,53 +105,54 @@ def deal(seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: i
     """
     assert world_size >= 1 and len(seconds) == len(parts)
     columns = -(-len(seconds) // world_size)
-    seats = np.full((columns, world_size), -1, np.int32)
-    seats.reshape(-1)[: len(seconds)] = np.argsort(-seconds, kind="stable")
-    if world_size == 1 or columns == 0:
-        return seats.T.copy()
-    work = np.concatenate([parts, 2.0 * seconds[:, None] / max(seconds.sum(), 1e-30) * 1.0], axis=1)
-    work[:, :-1] /= np.maximum(work[:, :-1].sum(axis=0), 1e-30)
-    work = np.concatenate([work, np.zeros((1, work.shape[1]))])  # row -1: idle
-    _even_out(seats, work)
-    return seats.T.copy()
+    members = np.full((columns, world_size), -1, np.int32)
+    members.reshape(-1)[: len(seconds)] = np.argsort(-seconds, kind="stable")
+    if world_size > 1:
+        work = np.concatenate([parts, seconds[:, None]], axis=1)
+        work /= np.maximum(work.sum(axis=0), 1e-30)
+        work[:, -1] *= 2.0
+        idle = np.zeros((1, work.shape[1]))  # row -1
+        seats = np.full_like(members, -2)  # -2: free
+        _even_out(members, np.concatenate([work, idle]), np.zeros((world_size, work.shape[1])), seats)
+        members = seats
+    return np.ascontiguousarray(members.T)
 
 
 @numba.njit(cache=True)
-def _even_out(seats, work):
-    """Rearrange each row of `seats` in place until no exchange lowers the sum of squared loads of the
+def _even_out(members, work, loads, seats):
+    """Seat each row of `members` in `seats`; exchange until none lowers the sum of squared loads of the
     ranks.
     """
-    columns, ranks = seats.shape
-    loads = np.zeros((ranks, work.shape[1]))
+    columns, ranks = members.shape
+    parts = work.shape[1]
     for column in range(columns):
-        members = seats[column].copy()
-        free = np.ones(ranks, np.bool_)
-        for member in members:  # costliest first, each to the rank whose loads it matches least
-            best, best_score = -1, np.inf
+        for i in range(ranks):  # costliest first, each to the rank that has least of what it brings
+            member, best, best_score = members[column, i], -1, 0.0
             for rank in range(ranks):
-                if free[rank]:
+                if seats[column, rank] == -2:
                     score = 0.0
-                    for part in range(work.shape[1]):
+                    for part in range(parts):
                         score += loads[rank, part] * work[member, part]
-                    if score < best_score:
+                    if best < 0 or score < best_score:
                         best, best_score = rank, score
-            free[best] = False
             seats[column, best] = member
-            loads[best] += work[member]
+            for part in range(parts):
+                loads[best, part] += work[member, part]
     for _ in range(_MAX_SWEEPS):
         improved = False
         for column in range(columns):
             for a in range(ranks):
                 for b in range(a):
-                    change = 0.0
-                    for part in range(work.shape[1]):
-                        moved = work[seats[column, b], part] - work[seats[column, a], part]
+                    first, second, change = seats[column, a], seats[column, b], 0.0
+                    for part in range(parts):
+                        moved = work[second, part] - work[first, part]
                         change += moved * (loads[a, part] - loads[b, part] + moved)
                     if change < -1e-15:
-                        moved_row = work[seats[column, b]] - work[seats[column, a]]
-                        loads[a] += moved_row
-                        loads[b] -= moved_row
-                        seats[column, a], seats[column, b] = seats[column, b], seats[column, a]
+                        seats[column, a], seats[column, b] = second, first
+                        for part in range(parts):
+                            moved = work[second, part] - work[first, part]
+                            loads[a, part] += moved
+                            loads[b, part] -= moved
                         improved = True
         if not improved:
             break

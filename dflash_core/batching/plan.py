@@ -219,19 +219,23 @@ def build_plan(
     cut = cut_microbatches(lengths, config, seed=seed, epoch=epoch)
     sums = _sums(cut.order, cut.offsets, lengths, lengths[:0] if slots is None else slots)
     key = stream_key(seed, epoch, "microbatches")
-    n = len(cut.widths)
+    n = len(cut.offsets) - 1
     if config.order == "random" or config.strategy == "sorted":
         chosen = random_order(n, key)
     else:
         per_step = -(-config.tokens_per_step * n // max(int(sums[0].sum()), 1))
         chosen = interleave(sums[0] / np.diff(cut.offsets), per_step=per_step, key=key)
     order, offsets = take_microbatches(cut.order, cut.offsets, chosen)
-    tokens, squared, drafts, pairs = (part[chosen] for part in sums)
+    tokens, squared, drafts, pairs, longest_row = sums[:, chosen]
+    if config.strategy == "packed":
+        longest_row = np.zeros_like(tokens)
+    elif cut.static_edges is not None:
+        longest_row = cut.static_edges[np.searchsorted(cut.static_edges, longest_row)]
     return BatchPlan(
         order=order,
         offsets=offsets,
         step_offsets=close_steps(tokens, config.tokens_per_step),
-        widths=cut.widths[chosen],
+        widths=longest_row.astype(np.int32),
         tokens=tokens,
         squared_lengths=squared,
         draft_slots=drafts,
@@ -256,9 +260,11 @@ def _checked(name: str, values: ArrayLike, *, low: int) -> NDArray[np.int32]:
 
 @numba.njit(cache=True)
 def _sums(order, offsets, lengths, draft_slots):
-    """int64[4, n]: sums over each microbatch of length, length^2, draft slots, draft slots * length."""
+    """int64[5, n]: over each microbatch, sums of length, length^2, draft slots, draft slots * length;
+    longest.
+    """
     n = len(offsets) - 1
-    out = np.zeros((4, n), np.int64)
+    out = np.zeros((5, n), np.int64)
     counted = len(draft_slots) > 0
     for microbatch in range(n):
         for i in range(offsets[microbatch], offsets[microbatch + 1]):
@@ -269,4 +275,6 @@ def _sums(order, offsets, lengths, draft_slots):
                 slots = np.int64(draft_slots[order[i]])
                 out[2, microbatch] += slots
                 out[3, microbatch] += slots * length
+            if length > out[4, microbatch]:
+                out[4, microbatch] = length
     return out

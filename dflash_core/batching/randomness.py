@@ -70,7 +70,7 @@ def _shuffled(n, key, num_cells):
         starts[np.int64(_mix64_scalar(word) & cell_mask) + 1] += 1
     for cell in range(num_cells):
         starts[cell + 1] += starts[cell]
-    cursor = starts[:-1].copy()
+    cursor = starts.copy()
     word = key
     for i in range(n):
         word += _GOLDEN

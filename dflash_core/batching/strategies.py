@@ -16,10 +16,11 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_core.batching.buckets import edges_of_lengths
+from dflash_core.batching.buckets import edges_of_lengths, length_counts
 from dflash_core.batching.randomness import shuffled, stream_key
 from dflash_core.config import BatchingConfig, UserError
 
+_KEY_MICROBATCHES = 6  # sorted_fresh: a sort key holds at least this many
 _MAX_PAIRS = 64  # packed: oldest candidates tried for an exact completion; the third on average succeeds
 
 
@@ -27,12 +28,13 @@ _MAX_PAIRS = 64  # packed: oldest candidates tried for an exact completion; the 
 class Cut:
     """Samples in cut order, and the microbatches over them.
 
-    order: int32[N]; offsets: int64[n + 1]; widths: int32[n], 0 = packed, else the padded row length.
+    order: int32[N]; offsets: int64[n + 1]; static_edges: int32[k + 1] where rows are padded to their bucket's
+    edge.
     """
 
     order: NDArray[np.int32]
     offsets: NDArray[np.int64]
-    widths: NDArray[np.int32]
+    static_edges: NDArray[np.int32] | None
 
 
 def cut_microbatches(lengths: NDArray[np.int32], config: BatchingConfig, *, seed: int, epoch: int) -> Cut:
@@ -52,26 +54,41 @@ def cut_microbatches(lengths: NDArray[np.int32], config: BatchingConfig, *, seed
     else:
         stream = shuffled(len(lengths), stream_key(seed, epoch, "samples"))
     if config.strategy == "packed":
-        order, offsets = _pack(stream, lengths, config.token_budget, config.pool_size, longest, _MAX_PAIRS)
-        return Cut(order=order, offsets=offsets, widths=np.zeros(len(offsets) - 1, np.int32))
+        mean = int(lengths.sum(dtype=np.int64)) // max(len(lengths), 1)
+        reserve = min(config.token_budget // 2, mean * 7 // 5)  # room for about two more samples
+        order = _pack(stream, lengths, config.token_budget, config.pool_size, longest, reserve, _MAX_PAIRS)
+        return Cut(order=order, offsets=_offsets_of_marks(order), static_edges=None)
+    static_edges = None
     if config.strategy == "bucketed":
         edges = bucket_edges(lengths, config)
-        group_of_length = np.searchsorted(edges, np.arange(longest + 1), side="left") - 1
-        static_width = edges[1:] if config.shapes == "static" else np.zeros(len(edges) - 1, np.int32)
-        starts_microbatch = np.ones(len(edges) - 1, np.bool_)
+        group_of_length = np.maximum(np.searchsorted(edges, np.arange(longest + 1)) - 1, 0)
+        static_edges = edges if config.shapes == "static" else None
+    elif config.strategy == "sorted_fresh":
+        group_of_length = _sort_keys(length_counts(lengths), config.sort_quantum, config.token_budget)
     else:
-        quantum = {"sorted": 1, "sorted_fresh": config.sort_quantum, "random": longest}[config.strategy]
-        group_of_length = (np.arange(longest + 1) + quantum - 1) // quantum
-        num_groups = int(group_of_length[-1]) + 1
-        static_width = np.zeros(num_groups, np.int32)
-        starts_microbatch = np.zeros(num_groups, np.bool_)
-    order, group_starts = _group(
-        stream, lengths, np.maximum(group_of_length, 0).astype(np.int32), len(static_width)
-    )
-    offsets, widths = _cut_padded(
-        order, lengths, group_starts, static_width.astype(np.int32), starts_microbatch, config.token_budget
-    )
-    return Cut(order=order, offsets=offsets, widths=widths)
+        group_of_length = np.arange(longest + 1) if config.strategy == "sorted" else np.zeros(longest + 1)
+    num_groups = int(group_of_length[-1]) + 1
+    widths = np.zeros(num_groups, np.int32) if static_edges is None else static_edges[1 : num_groups + 1]
+    order, starts = _group(stream, lengths, group_of_length.astype(np.int32), num_groups)
+    _mark_padded(order, lengths, starts, widths, config.strategy == "bucketed", config.token_budget)
+    return Cut(order=order, offsets=_offsets_of_marks(order), static_edges=static_edges)
+
+
+def _sort_keys(counts: NDArray[np.int64], quantum: int, budget: int) -> NDArray[np.int64]:
+    """Length -> sort key: ceil(length / quantum), neighbouring keys joined until they fill several microbatches.
+
+    Samples of one key are drawn anew each epoch, so a key that fills a single microbatch would meet again as a whole.
+    """
+    lengths = np.arange(len(counts))
+    rounded = -(-lengths // quantum)
+    filled = np.bincount(rounded, weights=counts * np.minimum(rounded * quantum, budget) / budget)
+    keys, key, joined = np.zeros(len(filled), np.int64), 0, 0.0
+    for i in range(len(filled)):
+        keys[i] = key
+        joined += filled[i]
+        if joined >= _KEY_MICROBATCHES:
+            key, joined = key + 1, 0.0
+    return keys[rounded]
 
 
 def bucket_edges(lengths: NDArray[np.int32], config: BatchingConfig) -> NDArray[np.int32]:
@@ -98,62 +115,69 @@ def bucket_edges(lengths: NDArray[np.int32], config: BatchingConfig) -> NDArray[
     return edges
 
 
+# Compiled code keeps to plain loops: a numpy call in it can add seconds of compilation to a first run.
+# The end of a microbatch is marked in place: its last sample s is stored as ~s, which is negative.
+
+
+def _offsets_of_marks(order: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Offsets int64[n + 1] of marked microbatches; removes the marks from `order`. 4 ~2 ~7 -> 4 2 7, 0 2
+    3.
+    """
+    last = np.flatnonzero(order < 0)
+    order[last] = ~order[last]
+    return np.concatenate([[0], last + 1])
+
+
 @numba.njit(cache=True)
 def _group(stream, lengths, group_of_length, num_groups):
-    """Stable counting sort of `stream` by group: (samples by group, int64[num_groups + 1] where each group
+    """Stable counting sort of `stream` by group: (samples by group, int64[num_groups + 1] where each
     starts).
     """
     starts = np.zeros(num_groups + 1, np.int64)
-    for length in lengths:
-        starts[group_of_length[length] + 1] += 1
+    for i in range(len(lengths)):
+        starts[group_of_length[lengths[i]] + 1] += 1
     for group in range(num_groups):
         starts[group + 1] += starts[group]
-    cursor = starts[:-1].copy()
+    cursor = starts.copy()
     out = np.empty(len(stream), np.int32)
-    for sample in stream:
-        group = group_of_length[lengths[sample]]
-        out[cursor[group]] = sample
+    for i in range(len(stream)):
+        group = group_of_length[lengths[stream[i]]]
+        out[cursor[group]] = stream[i]
         cursor[group] += 1
     return out, starts
 
 
 @numba.njit(cache=True)
-def _cut_padded(order, lengths, group_starts, static_width, starts_microbatch, budget):
-    """Append samples to a microbatch while rows * width stays within the budget.
+def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
+    """Append samples to a microbatch while rows * width stays within the budget; marks ends in `order`.
 
     Budget 10, lengths 2 3 3 | 5: 3 rows of 3 = 9 slots, then 5 would make 4 * 5 = 20: [2 3 3] [5].
     """
-    ends, widths = np.empty(1024, np.int64), np.empty(1024, np.int32)
-    n, rows, width = 0, 0, 0
+    rows, width = 0, 0
     for group in range(len(group_starts) - 1):
         for i in range(group_starts[group], group_starts[group + 1]):
             length = max(lengths[order[i]], static_width[group])
             new_width = max(width, length)
-            must_close = starts_microbatch[group] and i == group_starts[group]
+            must_close = separate and i == group_starts[group]
             if rows > 0 and (must_close or (rows + 1) * new_width > budget):
-                if n == len(ends):
-                    ends, widths = np.append(ends, ends), np.append(widths, widths)
-                ends[n], widths[n] = i, width
-                n, rows, new_width = n + 1, 0, length
+                order[i - 1] = ~order[i - 1]
+                rows, new_width = 0, length
             rows, width = rows + 1, new_width
-    offsets = np.zeros(n + 1 + (rows > 0), np.int64)
-    out_widths = np.empty(len(offsets) - 1, np.int32)
-    offsets[1 : n + 1], out_widths[:n] = ends[:n], widths[:n]
     if rows > 0:
-        offsets[n + 1], out_widths[n] = len(order), width
-    return offsets, out_widths
+        order[len(order) - 1] = ~order[len(order) - 1]
 
 
 @numba.njit(cache=True)
-def _pack(stream, lengths, budget, pool_size, longest, max_pairs):
-    """Packs in the order of `stream`: a random prefix, then an exact completion out of the next samples.
+def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
+    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next
+    samples.
 
     The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay
     free; then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever
     still fits. Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting
     (best-fit-decreasing) would put equal lengths together.
 
-    Lengths in the pool are a bit set (one bit a length, a word of summary for 64 words) with a queue for each
+    Lengths in the pool are a bit set (one bit a length, a bit of summary a word) with a queue for each
     length.
     """
     n = len(stream)
@@ -161,84 +185,69 @@ def _pack(stream, lengths, budget, pool_size, longest, max_pairs):
     while capacity < 4 * pool_size:
         capacity *= 2
     mask = capacity - 1
-    following = np.empty(capacity, np.int64)  # position of the next one of equal length
-    taken = np.zeros(capacity, np.bool_)
-    ring_length = np.zeros(capacity, np.int64)
-    first, last = np.full(longest + 1, -1, np.int64), np.empty(longest + 1, np.int64)
+    ring_length = np.zeros(capacity, np.int64)  # of the sample at stream position p, at p & mask; 0 = taken
+    following = np.zeros(capacity, np.int64)  # 1 + position of the next sample of equal length; 0 = none
+    first = np.zeros(longest + 1, np.int64)  # 1 + position of the oldest sample of each length; 0 = none
+    last = np.zeros(longest + 1, np.int64)
     words = np.zeros(longest // 64 + 1, np.uint64)
-    summary = np.zeros(len(words) // 64 + 1, np.uint64)
-    total = np.int64(0)
-    for length in lengths:
-        total += length
-    reserve = min(budget // 2, (7 * total) // (5 * max(n, 1)))  # 1.4 mean lengths: room for two more samples
+    summary = np.zeros(longest // 4096 + 1, np.uint64)
+    one, low = np.uint64(1), np.uint64(63)
     out = np.empty(n, np.int32)
-    ends = np.empty(total // budget + 1024, np.int64)
-    num_packs, placed, head, tail, pooled = 0, 0, 0, 0, 0
-    free = np.int64(budget)
-    chosen = np.zeros(2, np.int64)
+    placed, head, tail, pooled, free = 0, 0, 0, 0, budget
     prefix = True
     while placed < n:
+        while head < tail and ring_length[head & mask] == 0:
+            head += 1
         while tail < n and pooled < pool_size and tail - head < capacity:  # fill the pool
-            slot = tail & mask
-            length = lengths[stream[tail]]
-            ring_length[slot], taken[slot], following[slot] = length, False, -1
-            if first[length] < 0:
-                first[length] = tail
-                words[length >> 6] |= np.uint64(1) << np.uint64(length & 63)
-                summary[length >> 12] |= np.uint64(1) << np.uint64((length >> 6) & 63)
+            length = np.int64(lengths[stream[tail]])
+            ring_length[tail & mask], following[tail & mask] = length, 0
+            if first[length] == 0:
+                first[length] = tail + 1
+                words[length >> 6] |= one << (np.uint64(length) & low)
+                summary[length >> 12] |= one << (np.uint64(length >> 6) & low)
             else:
-                following[last[length] & mask] = tail
+                following[last[length] & mask] = tail + 1
             last[length] = tail
             pooled += 1
             tail += 1
-        while head < tail and taken[head & mask]:
-            head += 1
-        chosen[0], chosen[1] = 0, 0
-        oldest = ring_length[head & mask] if pooled > 0 else 0
-        if prefix and pooled > 0 and (free - oldest >= reserve or free == budget):
-            chosen[0] = oldest
-        elif prefix and pooled > 0:
+        oldest, chosen, partner = ring_length[head & mask], 0, 0
+        if prefix and (free - oldest >= reserve or free == budget):
+            chosen = oldest
+        elif prefix:
             prefix = False
-            best, tries, position = -1, 0, head
+            best, tries, position = 0, 0, head
             while position < tail and tries < max_pairs and best < free:
-                slot = position & mask
+                length = ring_length[position & mask]
                 position += 1
-                length = ring_length[slot]
-                if taken[slot] or length > free:
+                if length == 0 or length > free:
                     continue
                 tries += 1
-                room = free - length
-                partner = _at_most(words, summary, min(room, longest))
-                if partner == length and following[first[length] & mask] < 0:  # itself: look below
-                    partner = _at_most(words, summary, length - 1)
-                if length + partner > best:
-                    best, chosen[0], chosen[1] = length + partner, length, partner
-        elif pooled > 0:
-            chosen[0] = _at_most(words, summary, min(free, longest))
-        if chosen[0] == 0:  # nothing fits: close the pack
-            if num_packs == len(ends):
-                ends = np.append(ends, ends)
-            ends[num_packs] = placed
-            num_packs += 1
-            free, prefix = np.int64(budget), True
-        for length in chosen:
-            if length == 0:
-                continue
-            position = first[length]  # the oldest of this length
-            first[length] = following[position & mask]
-            taken[position & mask] = True
-            if first[length] < 0:
-                words[length >> 6] &= ~(np.uint64(1) << np.uint64(length & 63))
-                if words[length >> 6] == 0:
-                    summary[length >> 12] &= ~(np.uint64(1) << np.uint64((length >> 6) & 63))
+                other = _at_most(words, summary, min(free - length, longest))
+                if other == length and following[(first[length] - 1) & mask] == 0:  # itself: look below
+                    other = _at_most(words, summary, length - 1)
+                if length + other > best:
+                    best, chosen, partner = length + other, length, other
+        else:
+            chosen = _at_most(words, summary, min(free, longest))
+        if chosen == 0:  # nothing fits: close the pack
+            out[placed - 1] = ~out[placed - 1]
+            free, prefix = budget, True
+        while chosen > 0:
+            position = first[chosen] - 1  # the oldest of this length
+            first[chosen] = following[position & mask]
+            ring_length[position & mask] = 0
+            if first[chosen] == 0:
+                words[chosen >> 6] ^= one << (np.uint64(chosen) & low)
+                if words[chosen >> 6] == 0:
+                    summary[chosen >> 12] ^= one << (np.uint64(chosen >> 6) & low)
             out[placed] = stream[position]
             placed += 1
             pooled -= 1
-            free -= length
-    offsets = np.zeros(num_packs + 1 + (free < budget), np.int64)
-    offsets[1 : num_packs + 1] = ends[:num_packs]
-    offsets[-1] = n
-    return out, offsets
+            free -= chosen
+            chosen, partner = partner, 0
+    if n > 0:
+        out[n - 1] = ~out[n - 1]
+    return out
 
 
 @numba.njit(cache=True)
