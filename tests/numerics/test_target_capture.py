@@ -28,7 +28,7 @@ def random_tokens(vocab_size: int, seed: int = 0) -> np.ndarray:
 
 @torch.inference_mode()
 def plain_states(model: torch.nn.Module, token_ids: np.ndarray) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each sample alone through transformers' own SDPA: raw outputs of every layer [T, D], and normed states."""
+    """Each sample alone through transformers' own SDPA: raw outputs of every layer, and normed states."""
     raw: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
     hooks = [
         layer.register_forward_hook(lambda module, args, output, keep=keep: keep.append(output[0]))
@@ -144,7 +144,7 @@ def test_argmax_labels_are_what_the_target_would_write(
 
 
 def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_dir: Path) -> None:
-    """Two rows at positions apart, a rejected block overwritten: states as if each row were alone and whole."""
+    """Two rows at positions apart, a rejected block overwritten: as if each row were alone and whole."""
     target = Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32")
     rng = np.random.default_rng(3)
     rows = [rng.integers(4, 512, size=14), rng.integers(4, 512, size=11)]
