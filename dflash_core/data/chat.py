@@ -177,18 +177,8 @@ class ChatEncoder:
 
     def render(self, conversation: Conversation) -> Rendered | Rejection:
         """Text and supervised spans of one conversation. Never raises for what a row holds."""
-        messages, tools, broken = conversation.messages, conversation.tools, None
-        controls = _find_strings([messages, tools], self._control_pattern)
-        if self._mask_text is not None and self._mask_text in controls:
-            return Rejection("mask token in data", f"the text {self._mask_text!r}")
-        if controls:
-            broken = _unused_break([messages, tools])
-            if broken is None:
-                return Rejection("control strings beside all noncharacters U+FDD0 to U+FDEF")
-            messages, tools = _break_controls([messages, tools], self._control_pattern, broken)
-            if left := _find_strings([messages, tools], self._control_pattern):
-                return Rejection("control string that cannot be written as text", ", ".join(sorted(left)))
         try:
+            messages, tools, broken = self._without_controls(conversation)
             if self._marks_turns:
                 text, spans, notes = self._spans_marked(messages, tools)
             else:
@@ -201,6 +191,22 @@ class ChatEncoder:
         except Exception as error:  # noqa: BLE001 - templates are programs of others and raise anything
             return Rejection("chat template refuses the row", f"{type(error).__name__}: {error}")
         return Rendered(text, spans, broken, notes)
+
+    def _without_controls(self, conversation: Conversation) -> tuple[Any, Any, str | None]:
+        """Messages and tools with control strings broken, and the character that breaks them, if any."""
+        messages, tools = conversation.messages, conversation.tools
+        controls = _find_strings([messages, tools], self._control_pattern)
+        if not controls:
+            return messages, tools, None
+        if self._mask_text in controls:
+            raise _RefusedError("mask token in data", f"the text {self._mask_text!r}")
+        broken = _unused_break([messages, tools])
+        if broken is None:
+            raise _RefusedError("control strings beside all noncharacters U+FDD0 to U+FDEF", "")
+        messages, tools = _break_controls([messages, tools], self._control_pattern, broken)
+        if left := _find_strings([messages, tools], self._control_pattern):
+            raise _RefusedError("control string that cannot be written as text", ", ".join(sorted(left)))
+        return messages, tools, broken
 
     def _spans_marked(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -307,7 +313,7 @@ class ChatEncoder:
         return self._checked(np.array(encoding.ids, dtype=np.int32), loss_mask, rendered)
 
     def _encode_broken(self, rendered: Rendered, broken: str) -> Sample | Rejection:
-        """Encode what lies between the template's control tokens as plain text, the breaking character out."""
+        """Encode what lies between the template's control tokens as plain text, unbroken again."""
         token_ids: list[int] = []
         loss_mask: list[int] = []
 
@@ -395,7 +401,7 @@ def _find_strings(value: Any, pattern: re.Pattern[str]) -> set[str]:
         return set(pattern.findall(value)) if pattern.search(value) else set()
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return set().union(*(_find_strings(item, pattern) for item in value))
     return set()
 
@@ -413,6 +419,6 @@ def _break_controls(value: Any, pattern: re.Pattern[str], broken: str) -> Any:
         return {
             _break_controls(k, pattern, broken): _break_controls(v, pattern, broken) for k, v in value.items()
         }
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_break_controls(item, pattern, broken) for item in value]
     return value

@@ -66,9 +66,40 @@ def _open_stream(path: Path, head: bytes) -> BinaryIO:
         return cast(BinaryIO, gzip.open(path, "rb"))
     file = open(path, "rb")  # noqa: SIM115 - closed by the caller
     if head == b"\x28\xb5\x2f\xfd":
-        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=True)
-        return cast(BinaryIO, io.BufferedReader(cast(Any, reader), _CHUNK))
+        return cast(BinaryIO, io.BufferedReader(_ZstdReader(file), _CHUNK))
     return cast(BinaryIO, file)
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompressed bytes of all frames. Unlike zstandard's own reader it raises where one is cut."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._frame: Any = None
+        self._compressed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._file.read(1 << 14)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame is cut")
+                return 0
+            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._ready = self._frame.decompress(self._compressed)
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:

@@ -249,7 +249,7 @@ class RowReader:
         role = self._roles.get(name)
         if role is None:
             raise RefusedRowError(f"unknown role {name[:40]!r}", f"turn {number}; map it by data.roles")
-        content = turn.get("content") if "content" in turn else turn.get("value")
+        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
         message: dict[str, Any] = {"role": role, "content": _text(content, f"turn {number}")}
         for key in ("name", "tool_call_id"):
             if turn.get(key) is not None:
@@ -289,7 +289,7 @@ class RowReader:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """One tool call as {"type", "function": {"name", "arguments"}}; arguments an object where they are one."""
+    """One tool call as {"type", "function": {"name", "arguments"}}, arguments an object where they are."""
     if not isinstance(call, dict):
         raise RefusedRowError("wrong shape", "a tool call is not an object")
     function: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call

@@ -1,0 +1,280 @@
+"""Ids and masks of conversations. A wrong mask ruins a drafter without any error: an oracle, five families."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_core.config import DataConfig, UserError
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
+from tests.chat_families import CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
+
+ENCODERS: dict[str, ChatEncoder] = {}
+
+
+def encoder_of(family: str) -> ChatEncoder:
+    if family not in ENCODERS:
+        ENCODERS[family] = ChatEncoder(small_tokenizer(family), DataConfig(), MASK_TOKEN_ID)
+    return ENCODERS[family]
+
+
+def with_template(template: str, **settings_: Any) -> ChatEncoder:
+    tokenizer = copy.copy(small_tokenizer())
+    tokenizer.chat_template = template
+    return ChatEncoder(tokenizer, DataConfig(**settings_), MASK_TOKEN_ID)
+
+
+def encode(encoder: ChatEncoder, *turns: tuple[str, str]) -> Sample | Rejection:
+    rendered = encoder.render(Conversation([{"role": role, "content": text} for role, text in turns]))
+    return rendered if isinstance(rendered, Rejection) else encoder.encode([rendered])[0]
+
+
+def sample_of(encoder: ChatEncoder, *turns: tuple[str, str]) -> Sample:
+    sample = encode(encoder, *turns)
+    assert isinstance(sample, Sample), sample
+    return sample
+
+
+def supervised_texts(sample: Sample) -> list[str]:
+    """The text of each run of supervised tokens."""
+    runs: list[list[int]] = []
+    previous = 0
+    for token, flag in zip(sample.token_ids.tolist(), sample.loss_mask.tolist()):
+        if flag:
+            runs += [[]] if not previous else []
+            runs[-1].append(token)
+        previous = flag
+    return [small_tokenizer().decode(run) for run in runs]
+
+
+texts = st.one_of(
+    st.text(alphabet=st.sampled_from(list("ab \n\té\u2028\U0001f600<|>")), max_size=12),
+    st.lists(st.sampled_from(["hello", " world", "\n\n", " ", "yes", "assistant\n"]), max_size=6).map(
+        "".join
+    ),
+)
+exchanges = st.tuples(texts, texts).map(
+    lambda pair: [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+)
+systems = st.one_of(st.just([]), texts.map(lambda text: [{"role": "system", "content": text}]))
+conversations = st.tuples(systems, st.lists(exchanges, min_size=1, max_size=3)).map(
+    lambda parts: parts[0] + [message for exchange in parts[1] for message in exchange]
+)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(messages=conversations)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_ids_and_mask_equal_the_oracle(family: str, messages: list[dict[str, Any]]) -> None:
+    encoder = encoder_of(family)
+    rendered = encoder.render(Conversation(messages))
+    assert not isinstance(rendered, Rejection), rendered
+    sample = encoder.encode([rendered])[0]
+    assert isinstance(sample, Sample)
+    ids, mask = oracle(family, messages)
+    assert sample.token_ids.tolist() == ids
+    assert sample.loss_mask.tolist() == mask
+    expected = small_tokenizer(family).apply_chat_template(messages, tokenize=True, return_dict=True)
+    assert ids == expected["input_ids"]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(
+    messages=conversations,
+    text=st.lists(st.sampled_from([*(c for c in CONTROLS if c != "<|mask|>"), "a", "\n", " "]), max_size=4),
+    where=st.integers(0, 5),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_no_control_token_comes_from_data(
+    family: str, messages: list[dict[str, Any]], text: list[str], where: int
+) -> None:
+    encoder = encoder_of(family)
+    dirty = copy.deepcopy(messages)
+    turn = dirty[where % len(dirty)]
+    turn["content"] = "x" + "".join(text) + turn["content"] + "".join(text) + "x"
+    clean = copy.deepcopy(dirty)
+    clean[where % len(dirty)]["content"] = "x"
+    rendered = encoder.render(Conversation(dirty))
+    assert not isinstance(rendered, Rejection), rendered
+    sample = encoder.encode([rendered])[0]
+    assert isinstance(sample, Sample)
+    control_ids = set(range(len(CONTROLS)))
+    reference, _ = oracle(family, clean)
+    assert [i for i in sample.token_ids if i in control_ids] == [i for i in reference if i in control_ids]
+    whole = small_tokenizer(family).apply_chat_template(dirty, tokenize=False)
+    assert small_tokenizer(family).decode(sample.token_ids) == whole
+    answers = [m["content"] for m in dirty if m["role"] == "assistant"]
+    answers = answers[-1:] if family == "thinking" else answers
+    assert "".join(supervised_texts(sample)).count("x" + "".join(text)) == sum(
+        answer.count("x" + "".join(text)) for answer in answers
+    )
+
+
+def test_each_assistant_turn_is_supervised_with_its_end_of_turn() -> None:
+    sample = sample_of(
+        encoder_of("chatml"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")
+    )
+    assert supervised_texts(sample) == ["a1<|im_end|>", "a2<|im_end|>"]
+
+
+def test_an_answer_that_repeats_the_question() -> None:
+    turns = [("user", "MASKED"), ("assistant", "NOT MASKED"), ("user", "NOT MASKED"), ("assistant", "MASKED")]
+    sample = sample_of(encoder_of("chatml"), *turns)
+    assert supervised_texts(sample) == ["NOT MASKED<|im_end|>", "MASKED<|im_end|>"]
+
+
+def test_end_of_turn_comes_from_the_template_not_from_eos() -> None:
+    sample = sample_of(encoder_of("gemma"), ("user", "q"), ("assistant", "a"))
+    assert small_tokenizer().eos_token == "<|im_end|>"
+    assert supervised_texts(sample) == ["a<end_of_turn>"]
+
+
+def test_one_bos_although_the_tokenizer_adds_one_too() -> None:
+    sample = sample_of(encoder_of("llama"), ("user", "q"), ("assistant", "a"))
+    assert sample.token_ids.tolist().count(CONTROLS.index("<|begin|>")) == 1
+
+
+def test_a_token_that_spans_prompt_and_answer_is_not_supervised() -> None:
+    """`assistant\\n` + `\\n\\nyes` becomes `assistant`, `\\n\\n`, `\\n`, `yes`: the pair is half prompt."""
+    tokenizer = small_tokenizer()
+    assert tokenizer.convert_ids_to_tokens(tokenizer("t\n\n\ny").input_ids) == [
+        "t",
+        "\u010a\u010a",
+        "\u010a",
+        "y",
+    ]
+    sample = sample_of(encoder_of("chatml"), ("user", "q"), ("assistant", "\n\nyes"))
+    assert supervised_texts(sample) == ["\nyes<|im_end|>"]
+
+
+def test_tool_turns_are_context_only() -> None:
+    sample = sample_of(
+        encoder_of("chatml"), ("user", "q"), ("assistant", "call"), ("tool", "result"), ("assistant", "a")
+    )
+    assert supervised_texts(sample) == ["call<|im_end|>", "a<|im_end|>"]
+
+
+def test_a_conversation_opened_by_the_assistant() -> None:
+    sample = sample_of(
+        encoder_of("chatml"), ("assistant", "Hello, ask me"), ("user", "q"), ("assistant", "a")
+    )
+    assert supervised_texts(sample) == ["Hello, ask me<|im_end|>", "a<|im_end|>"]
+
+
+def test_trailing_user_turn_stays_unsupervised() -> None:
+    sample = sample_of(encoder_of("chatml"), ("user", "q"), ("assistant", "a"), ("user", "more"))
+    assert supervised_texts(sample) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>\n' }}",
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
+        "{% generation %}{{ message['content'] + '<|im_end|>\n<|endoftext|>' }}{% endgeneration %}",
+    ],
+    ids=["block before end of turn", "block with end of turn", "block over end of turn"],
+)
+def test_generation_blocks_are_corrected_to_the_end_of_turn(body: str) -> None:
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        + body
+        + "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    sample = sample_of(
+        with_template(template), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")
+    )
+    assert supervised_texts(sample) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_generation_block_over_the_header_leaves_the_header_out() -> None:
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    sample = sample_of(with_template(template), ("user", "q"), ("assistant", "a"))
+    assert supervised_texts(sample) == ["a<|im_end|>"]
+
+
+def test_reasoning_that_the_assistant_wrote_is_supervised_and_the_empty_block_is_not() -> None:
+    encoder = encoder_of("thinking")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert supervised_texts(sample_of(encoder, ("user", "q"), ("assistant", "a"))) == ["a<|im_end|>"]
+    messages[1]["reasoning_content"] = "hm"
+    rendered = encoder.render(Conversation(messages))
+    assert not isinstance(rendered, Rejection)
+    sample = encoder.encode([rendered])[0]
+    assert isinstance(sample, Sample)
+    assert supervised_texts(sample) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
+
+
+def test_rewritten_history_counts_the_last_turn_or_refuses() -> None:
+    turns = (("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2"))
+    sample = sample_of(encoder_of("thinking"), *turns)
+    assert supervised_texts(sample) == ["a2<|im_end|>"]
+    assert sample.notes == ("supervised by the last turn only (the template rewrites earlier turns)",)
+    refused = encode(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), *turns)
+    assert isinstance(refused, Rejection)
+    assert refused.reason == "chat template rewrites earlier turns"
+
+
+def test_a_template_that_rewrites_the_last_turn_too_is_refused() -> None:
+    template = "{{ messages | length }}: {% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    refused = encode(with_template(template), ("user", "q"), ("assistant", "a"))
+    assert isinstance(refused, Rejection)
+    assert refused.reason == "chat template rewrites the last turn"
+
+
+def test_the_mask_token_refuses_the_row() -> None:
+    refused = encode(encoder_of("chatml"), ("user", "what is <|mask|>?"), ("assistant", "a"))
+    assert refused == Rejection("mask token in data", "the text '<|mask|>'")
+
+
+def test_a_lone_surrogate_refuses_the_row() -> None:
+    refused = encode(encoder_of("chatml"), ("user", "a\ud800b"), ("assistant", "a"))
+    assert isinstance(refused, Rejection)
+    assert refused.reason == "lone surrogate"
+
+
+def test_what_a_template_raises_refuses_the_row() -> None:
+    template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        + TEMPLATES["gemma"]
+    )
+    refused = encode(with_template(template), ("system", "s"), ("user", "q"), ("assistant", "a"))
+    assert isinstance(refused, Rejection)
+    assert refused.reason == "chat template refuses the row"
+    assert "no system turn" in refused.detail
+    assert isinstance(encode(with_template(template), ("user", "q"), ("assistant", "a")), Sample)
+
+
+def test_a_template_that_does_not_compile_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="data.chat_template"):
+        with_template("{% for x in %}")
+
+
+def test_a_tokenizer_without_template_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        with_template("")
+
+
+def test_many_conversations_encode_as_each_alone() -> None:
+    encoder = encoder_of("chatml")
+    turns = [
+        (("user", "q" * i), ("assistant", f"<|im_end|> {i}" if i % 3 == 0 else "a" * i)) for i in range(1, 8)
+    ]
+    rendered = [encoder.render(Conversation([{"role": r, "content": c} for r, c in each])) for each in turns]
+    together = encoder.encode([r for r in rendered if not isinstance(r, Rejection)])
+    for each, sample in zip(turns, together):
+        alone = sample_of(encoder, *each)
+        assert isinstance(sample, Sample)
+        assert alone.token_ids.tolist() == sample.token_ids.tolist()
+        assert alone.loss_mask.tolist() == sample.loss_mask.tolist()

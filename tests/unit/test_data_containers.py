@@ -1,0 +1,161 @@
+"""Rows of files: what is a row, what is a blank line, which physical line a refused row has."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dflash_core.config import UserError
+from dflash_core.data import containers
+from dflash_core.data.chat import Rejection
+from dflash_core.data.containers import read_rows
+
+
+def rows_of(path: Path, content: bytes) -> list[tuple[int, Any]]:
+    path.write_bytes(content)
+    return [(row.line, row.value) for row in read_rows(path)]
+
+
+def reasons_of(rows: list[tuple[int, Any]]) -> list[tuple[int, str]]:
+    return [(line, value.reason) for line, value in rows if isinstance(value, Rejection)]
+
+
+def test_json_lines_with_every_kind_of_dirt(tmp_path: Path) -> None:
+    content = (
+        b"\xef\xbb\xbf"  # byte order mark
+        b'{"a": 1}\r\n'
+        b"\n"
+        b"   \r\n"
+        b'{"a": "line\xe2\x80\xa8separator"}\n'  # U+2028 ends no line
+        b'{"a": "cut\n'
+        b'{"a": "\xff"}\n'
+        b"[1, 2]\n"
+        b'{"a": 2}'  # no newline at the end
+    )
+    rows = rows_of(tmp_path / "x.jsonl", content)
+    assert [line for line, _ in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [v for _, v in rows if isinstance(v, dict)] == [{"a": 1}, {"a": "line\u2028separator"}, {"a": 2}]
+    assert [line for line, value in rows if value is None] == [2, 3]
+    assert reasons_of(rows) == [(5, "invalid JSON"), (6, "invalid UTF-8"), (7, "not a JSON object")]
+
+
+def test_a_byte_order_mark_inside_joined_files_is_no_text(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "x.jsonl", b'{"a": 1}\n\xef\xbb\xbf{"a": 2}\n')
+    assert rows == [(1, {"a": 1}), (2, {"a": 2})]
+
+
+def test_json_array_elements_refuse_themselves_alone(tmp_path: Path) -> None:
+    content = b'\n[\n  {"a": "}],{"},\n  {"a": nope},\n  {"a":\n   [2, {"b": "\\""}]}\n, 7]\n'
+    rows = rows_of(tmp_path / "x.json", content)
+    assert [(line, v) for line, v in rows if isinstance(v, dict)] == [
+        (3, {"a": "}],{"}),
+        (5, {"a": [2, {"b": '"'}]}),
+    ]
+    assert reasons_of(rows) == [(4, "invalid JSON"), (7, "not a JSON object")]
+
+
+@pytest.mark.parametrize("content", [b"[]", b" [ ] \n", b'\xef\xbb\xbf[{"a": 1}]'])
+def test_small_arrays(tmp_path: Path, content: bytes) -> None:
+    assert rows_of(tmp_path / "x.json", content) == ([(1, {"a": 1})] if b"a" in content else [])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'[{"a": 1},\n{"a": 2', [(2, "JSON array breaks off")]),
+        (b'[{"a": 1},\n{"a": "2', [(2, "JSON array breaks off")]),
+        (b'[{"a": 1}\n', [(1, "JSON array breaks off")]),
+        (b'[{"a": 1}]\n{"a": 2}\n', [(2, "text after the end of the JSON array")]),
+        (b'[{"a": 1},,{"a": 2}]', [(1, "invalid JSON")]),
+    ],
+)
+def test_a_broken_array_says_where(tmp_path: Path, content: bytes, expected: list[tuple[int, str]]) -> None:
+    rows = rows_of(tmp_path / "x.json", content)
+    assert rows[0] == (1, {"a": 1}) or content == b'[{"a": 1}\n'
+    assert reasons_of(rows) == expected
+
+
+def test_chunk_borders_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [{"a": "x" * n, "b": ['"', "\\", {"c": "}]"}], "n": n} for n in range(40)]
+    content = json.dumps(values, indent=1).encode()
+    for chunk in (1, 7, 64, 1 << 20):
+        monkeypatch.setattr(containers, "_CHUNK", chunk)
+        rows = rows_of(tmp_path / "x.json", content)
+        assert [value for _, value in rows] == values
+        assert [line for line, _ in rows] == [2 + 11 * n for n in range(40)]
+
+
+def test_compressed_files_are_told_by_their_bytes(tmp_path: Path) -> None:
+    plain = b'{"a": 1}\n{"a": 2}\n'
+    frames = zstandard.compress(plain[:9]) + zstandard.compress(plain[9:])
+    expected = [(1, {"a": 1}), (2, {"a": 2})]
+    assert rows_of(tmp_path / "x.jsonl.gz", gzip.compress(plain)) == expected
+    assert rows_of(tmp_path / "x.jsonl.zst", frames) == expected
+    assert rows_of(tmp_path / "misnamed.jsonl", gzip.compress(plain)) == expected
+    assert rows_of(tmp_path / "x.json.gz", gzip.compress(b'[{"a": 1},\n{"a": 2}]')) == expected
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_a_cut_compressed_file_is_named(tmp_path: Path, name: str) -> None:
+    plain = b"".join(json.dumps({"a": str(n) * 50}).encode() + b"\n" for n in range(500))
+    whole = gzip.compress(plain) if name.endswith("gz") else zstandard.compress(plain)
+    with pytest.raises(UserError, match=f"{name}.*cannot be read to its end"):
+        rows_of(tmp_path / name, whole[: len(whole) // 2])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff\xfe{\0", "UTF-16"), (b"\x89PNG\r\n\x1a\n\0\0", "binary"), (b"abc\0def", "binary")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rows_of(tmp_path / "x.jsonl", content)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none.jsonl"):
+        list(read_rows(tmp_path / "none.jsonl"))
+
+
+def test_a_row_beyond_the_limit_is_refused_and_the_next_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(containers, "_CHUNK", 16)
+    rows = rows_of(tmp_path / "x.jsonl", b'{"a": 0}\n{"a": "' + b"x" * 500 + b'"}\n{"a": 2}\n')
+    assert [value for _, value in rows if isinstance(value, dict)] == [{"a": 0}, {"a": 2}]
+    assert reasons_of(rows) == [(2, "row too large")]
+
+
+def test_parquet_of_large_types_and_structs(tmp_path: Path) -> None:
+    turn = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+    turns = [[{"role": "user", "content": f"q{n}"}] for n in range(1000)]
+    table = pa.table({"messages": pa.array(turns, pa.large_list(turn)), "n": pa.array(range(1000))})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=300)
+    rows = [(row.line, row.value) for row in read_rows(tmp_path / "x.parquet")]
+    assert rows == [(n + 1, {"messages": turns[n], "n": n}) for n in range(1000)]
+
+
+def test_invalid_utf8_in_parquet_refuses_its_row(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")]
+    )
+    pq.write_table(pa.table({"text": bad}), tmp_path / "x.parquet")
+    rows = [(row.line, row.value) for row in read_rows(tmp_path / "x.parquet")]
+    assert [rows[0], rows[2]] == [(1, {"text": "a"}), (3, {"text": "b"})]
+    assert reasons_of(rows) == [(2, "invalid UTF-8")]
+
+
+def test_a_cut_parquet_file_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": list(range(1000))}), tmp_path / "whole.parquet")
+    path = tmp_path / "cut.parquet"
+    path.write_bytes((tmp_path / "whole.parquet").read_bytes()[:500])
+    with pytest.raises(UserError, match="cut.parquet.*Parquet"):
+        list(read_rows(path))

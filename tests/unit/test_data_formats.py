@@ -1,0 +1,225 @@
+"""Columns to conversations: every accepted shape, every refused one with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from dflash_core.config import DataConfig, UserError
+from dflash_core.data.chat import Conversation, Rejection
+from dflash_core.data.formats import RowReader, Tokens, detect_format
+
+PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def read(row: dict[str, Any], fields: str = "", **settings: Any) -> Conversation | Tokens | Rejection:
+    """Detect the format of one row and read it; `fields` are those that the chat template mentions."""
+    config = DataConfig(**settings)
+    name = detect_format([row], config, source="x")
+    return RowReader(name, config, reads=lambda field: field in fields.split(), notes=Counter()).read(row)
+
+
+def turns(row: dict[str, Any], fields: str = "", **settings: Any) -> list[tuple[str, str]]:
+    conversation = read(row, fields, **settings)
+    assert isinstance(conversation, Conversation), conversation
+    return [(message["role"], message["content"]) for message in conversation.messages]
+
+
+def reason(row: dict[str, Any], fields: str = "", **settings: Any) -> str:
+    rejection = read(row, fields, **settings)
+    assert isinstance(rejection, Rejection), rejection
+    return rejection.reason
+
+
+def test_messages_as_list_string_and_parts() -> None:
+    expected = [("user", "q"), ("assistant", "a")]
+    assert turns({"messages": PAIR, "label": True}) == expected
+    assert turns({"messages": json.dumps(PAIR)}) == expected
+    assert turns({"conversation": PAIR}) == expected
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "value": "!"}]},
+        PAIR[1],
+    ]
+    assert turns({"messages": parts}) == [("user", "q!"), ("assistant", "a")]
+
+
+def test_sharegpt_roles_come_from_the_field_and_all_turns_stay() -> None:
+    row = {
+        "system": "s",
+        "conversations": [
+            {"from": "human", "value": "1"},
+            {"from": "gpt", "value": "2"},
+            {"from": "human", "value": "3"},
+            {"from": "gpt", "value": "4"},
+        ],
+    }
+    assert turns(row) == [
+        ("system", "s"),
+        ("user", "1"),
+        ("assistant", "2"),
+        ("user", "3"),
+        ("assistant", "4"),
+    ]
+
+
+def test_conversations_of_role_and_content_are_messages() -> None:
+    assert turns({"conversations": PAIR}) == [("user", "q"), ("assistant", "a")]
+
+
+def test_sharegpt_function_call_is_text_or_a_tool_call() -> None:
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    row = {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": call},
+            {"from": "observation", "value": "7"},
+            {"from": "gpt", "value": "a"},
+        ],
+        "tools": '[{"name": "f"}]',
+    }
+    assert turns(row) == [("user", "q"), ("assistant", call), ("tool", "7"), ("assistant", "a")]
+    conversation = read(row, "tool_calls tools")
+    assert isinstance(conversation, Conversation)
+    assert conversation.tools == [{"name": "f"}]
+    assert conversation.messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+    }
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+def test_tool_calls_with_arguments_as_object_or_string(arguments: Any) -> None:
+    row = {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]},
+            {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "7"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }  # fmt: skip
+    assert reason(row) == "tool call"
+    conversation = read(row, "tool_calls")
+    assert isinstance(conversation, Conversation)
+    assert [message["role"] for message in conversation.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert conversation.messages[2]["content"] == ""
+    assert conversation.messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert conversation.messages[3] == {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c1"}
+
+
+def test_alpaca_columns() -> None:
+    assert turns({"instruction": "i", "input": "", "output": "o"}) == [("user", "i"), ("assistant", "o")]
+    assert turns({"instruction": "i", "input": "x", "response": "o"}) == [
+        ("user", "i\n\nx"),
+        ("assistant", "o"),
+    ]
+    row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
+    assert turns(row) == [
+        ("system", "s"),
+        ("user", "q"),
+        ("assistant", "a"),
+        ("user", "i"),
+        ("assistant", "o"),
+    ]
+    mapped = {"task": "i", "code": "o", "id": 3}
+    assert turns(mapped, columns={"instruction": "task", "output": "code"}) == [
+        ("user", "i"),
+        ("assistant", "o"),
+    ]
+
+
+@pytest.mark.parametrize("column", ["response", "completion", "answer"])
+def test_prompt_and_response_columns(column: str) -> None:
+    assert turns({"prompt": "q", column: "a"}) == [("user", "q"), ("assistant", "a")]
+    assert turns({"question": "q", column: "a"}) == [("user", "q"), ("assistant", "a")]
+    assert turns({"prompt": PAIR[:1], column: PAIR[1:]}) == [("user", "q"), ("assistant", "a")]
+
+
+def test_tokenised_columns() -> None:
+    assert read({"input_ids": [1, 2], "loss_mask": [0, 1]}) == Tokens([1, 2], [0, 1])
+    assert read({"ids": [1], "m": [1]}, columns={"input_ids": "ids", "loss_mask": "m"}) == Tokens([1], [1])
+
+
+def test_unknown_roles_are_refused_or_mapped_and_never_skipped() -> None:
+    row = {"messages": [PAIR[0], {"role": "laguna_s", "content": "a"}]}
+    assert reason(row) == "unknown role 'laguna_s'"
+    assert turns(row, roles={"laguna_s": "assistant"}) == [("user", "q"), ("assistant", "a")]
+
+
+def test_null_content_is_empty_text() -> None:
+    assert turns({"messages": [PAIR[0], {"role": "assistant", "content": None}]}) == [
+        ("user", "q"),
+        ("assistant", ""),
+    ]
+
+
+def test_reasoning_is_dropped_or_kept_by_name() -> None:
+    row = {"messages": [PAIR[0], {**PAIR[1], "reasoning": "hm"}]}
+    dropped = read(row, "reasoning_content")
+    assert isinstance(dropped, Conversation)
+    assert dropped.messages[1] == PAIR[1]
+    kept = read(row, "reasoning_content", reasoning="keep")
+    assert isinstance(kept, Conversation)
+    assert kept.messages[1] == {**PAIR[1], "reasoning_content": "hm"}
+    assert reason(row, reasoning="keep") == "reasoning"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [PAIR[0], "a"]}, "wrong shape"),
+        ({"messages": [PAIR[0], {"content": "a"}]}, "no role"),
+        ({"messages": [PAIR[0], {"role": "assistant", "content": {"x": 1}}]}, "content is no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, PAIR[1]]},
+            "content part is no text",
+        ),
+        ({"instruction": None, "output": "o"}, "no instruction"),
+        ({"instruction": "i", "output": None}, "no output or response"),
+        ({"prompt": "q", "response": None}, "no prompt or no response"),
+        ({"messages": PAIR, "tools": "{"}, "wrong shape"),
+    ],
+)
+def test_rows_of_wrong_shape_say_so(row: dict[str, Any], expected: str) -> None:
+    assert reason(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
+        ({"messages": PAIR, "chosen": PAIR, "rejected": PAIR}, "preference pairs"),
+        ({"messages": PAIR, "images": ["x.png"]}, "images"),
+        ({"prompt": {}, "replies": []}, "message trees"),
+        ({"message_tree_id": 1, "parent_id": 2, "text": "t", "role": "r"}, "message trees"),
+        ({"text": "once upon a time"}, "no known format; columns seen: text"),
+        ({"prompt": "q"}, "no known format; columns seen: prompt"),
+        ({"turns": ["q"]}, "no known format; columns seen: turns"),
+    ],
+)
+def test_other_data_is_refused_as_a_file(row: dict[str, Any], kind: str) -> None:
+    with pytest.raises(UserError, match=kind) as refusal:
+        detect_format([row] * 3, DataConfig(), source="x.jsonl")
+    assert "accepted: messages" in str(refusal.value)
+    assert str(next(iter(row))) in str(refusal.value)
+
+
+def test_a_named_format_is_not_questioned() -> None:
+    row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
+    assert detect_format([row], DataConfig(format="messages"), source="x") == "messages"
+
+
+def test_the_format_of_most_rows_wins() -> None:
+    rows: list[dict[str, Any]] = [{"messages": []}, {"other": 1}, {"messages": PAIR}, {"messages": PAIR}]
+    assert detect_format(rows, DataConfig(), source="x") == "messages"
