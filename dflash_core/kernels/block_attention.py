@@ -12,6 +12,7 @@ Shape letters: A blocks, K slots a block, T packed context rows, N query heads, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from dflash_core.model.visibility import context_mask
 
-# Blocks of a CPU tile: more make larger products, and more scores that are masked (their own slots against each
-# other's). A tile ends earlier when its anchors spread over more than TILE_SPREAD rows and a quarter of the context.
+# Blocks of a CPU tile: more make larger products, and more scores that are masked (slots of other blocks).
+# A tile ends earlier when its anchors spread over more than TILE_SPREAD rows and a quarter of the context.
 TILE_BLOCKS = 8
-TILE_SPREAD = 128
+TILE_SPREAD = 64
 
 
 def block_attention(
@@ -131,9 +132,20 @@ def _tile_queries(x_AKNH: Tensor, tile: _Tile, num_kv_heads: int, dtype: torch.d
     return x.permute(1, 2, 0, 3).flatten(1, 2).to(dtype)
 
 
-def _tile_probabilities(q: Tensor, k: Tensor, tile: _Tile) -> Tensor:
+def _score_buffer(tiles: list[_Tile], x_AKNH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for the scores of the largest tile, used by all: fresh memory costs more than the products."""
+    return torch.empty(x_AKNH.shape[2] * max((t.hidden_MC.numel() for t in tiles), default=0), dtype=dtype)
+
+
+def _scores(a: Tensor, b: Tensor, buffer: Tensor) -> Tensor:
+    """a @ b^T for each key/value head, in `buffer`."""
+    size = (len(a), a.shape[1], b.shape[1])
+    return torch.bmm(a, b.transpose(1, 2), out=buffer[: math.prod(size)].view(size))
+
+
+def _tile_probabilities(q: Tensor, k: Tensor, tile: _Tile, buffer: Tensor) -> Tensor:
     """softmax of the visible scores, [G, (N / G) * M, C]."""
-    scores = torch.bmm(q, k.transpose(1, 2))
+    scores = _scores(q, k, buffer)
     scores.unflatten(1, (-1, len(tile.hidden_MC))).masked_fill_(tile.hidden_MC, -torch.inf)
     return torch.softmax(scores, dim=-1, out=scores)
 
@@ -157,9 +169,11 @@ class _TiledAttention(torch.autograd.Function):
         wide = torch.promote_types(q_AKNH.dtype, torch.float32)
         num_slots, num_kv_heads = q_AKNH.shape[1], k_ctx_TGH.shape[1]
         out_AKNH = torch.empty_like(q_AKNH, memory_format=torch.contiguous_format)
-        for tile in _tiles(context_start_A, anchor_A, num_slots, sliding_window):
+        tiles = list(_tiles(context_start_A, anchor_A, num_slots, sliding_window))
+        buffer = _score_buffer(tiles, q_AKNH, wide)
+        for tile in tiles:
             q = _tile_queries(q_AKNH, tile, num_kv_heads, wide).mul(scale)
-            p = _tile_probabilities(q, _tile_keys(k_ctx_TGH, k_blk_AKGH, tile, wide), tile)
+            p = _tile_probabilities(q, _tile_keys(k_ctx_TGH, k_blk_AKGH, tile, wide), tile, buffer)
             out = torch.bmm(p, _tile_keys(v_ctx_TGH, v_blk_AKGH, tile, wide))
             _scatter_queries(out_AKNH, out, tile)
         ctx.save_for_backward(
@@ -181,15 +195,18 @@ class _TiledAttention(torch.autograd.Function):
         dk_blk, dv_blk = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k_blk_AKGH, v_blk_AKGH)
         )
-        for tile in _tiles(context_start_A, anchor_A, num_slots, ctx.sliding_window):
+        tiles = list(_tiles(context_start_A, anchor_A, num_slots, ctx.sliding_window))
+        buffers = _score_buffer(tiles, q_AKNH, wide), _score_buffer(tiles, q_AKNH, wide)
+        for tile in tiles:
             q = _tile_queries(q_AKNH, tile, num_kv_heads, wide).mul(ctx.scale)
             k = _tile_keys(k_ctx_TGH, k_blk_AKGH, tile, wide)
             v = _tile_keys(v_ctx_TGH, v_blk_AKGH, tile, wide)
             grad_out = _tile_queries(grad_out_AKNH, tile, num_kv_heads, wide)
             out = _tile_queries(out_AKNH, tile, num_kv_heads, wide)
-            p = _tile_probabilities(q, k, tile)
+            p = _tile_probabilities(q, k, tile, buffers[0])
             dv = torch.bmm(p.transpose(1, 2), grad_out)
-            ds = torch.bmm(grad_out, v.transpose(1, 2)).sub_((grad_out * out).sum(-1, keepdim=True)).mul_(p)
+            dp = _scores(grad_out, v, buffers[1])
+            ds = dp.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(p)
             _scatter_queries(dq, torch.bmm(ds, k).mul_(ctx.scale), tile)
             dk = torch.bmm(ds.transpose(1, 2), q)
             num_rows = tile.rows.stop - tile.rows.start

@@ -54,6 +54,7 @@ def linear_cross_entropy(
     Returns:
         VocabularyLoss. Products accumulate in float32 (float64 for float64). P = 0 gives empty tensors.
     """
+    head_VD = head_VD.detach()
     if hidden_PD.is_cuda:
         from dflash_core.kernels import linear_cross_entropy_triton
 

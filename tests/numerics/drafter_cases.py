@@ -1,0 +1,154 @@
+"""A small drafter and a small packed microbatch that the drafter's tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from dflash_core.config import ObjectiveConfig
+from dflash_core.model.drafter import DFlashDrafter, DrafterShape
+from dflash_core.model.loss import LossSums, TargetHeads, microbatch_loss
+
+SHAPE = DrafterShape(
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=4,
+    mask_token_id=3,
+    target_layer_ids=(1, 3, 4),
+    num_target_layers=6,
+    vocab_size=61,
+    rope_theta=10_000.0,
+)
+
+
+@dataclass
+class Case:
+    """Five samples in one pack: overlapping and partial blocks, one anchor, none, a gap in the mask."""
+
+    features: Tensor
+    token_ids: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    anchors: Tensor
+    anchor_sample: Tensor
+    last_hidden: Tensor
+    heads: TargetHeads
+
+    def double(self) -> Case:
+        heads = TargetHeads(self.heads.embed_VD.double(), self.heads.head_VD.double())
+        return replace(
+            self, features=self.features.double(), last_hidden=self.last_hidden.double(), heads=heads
+        )
+
+    def samples(self, first: int, last: int) -> Case:
+        """The microbatch of samples first..last-1 alone."""
+        begin, end = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
+        of = (self.anchor_sample >= first) & (self.anchor_sample < last)
+        rows = {f: getattr(self, f)[begin:end] for f in ("features", "token_ids", "loss_mask", "last_hidden")}
+        return replace(
+            self,
+            **rows,
+            cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
+            anchors=self.anchors[of] - begin,
+            anchor_sample=self.anchor_sample[of] - first,
+        )
+
+    def arguments(self) -> tuple:
+        names = ("features", "token_ids", "loss_mask", "cu_seqlens", "anchors", "anchor_sample")
+        return tuple(getattr(self, name) for name in names)
+
+
+MASKS = [
+    [0, 0, 1, 1, 1, 1, 1, 1],
+    [0, 1, 1, 0, 1, 1, 1, 0],
+    [0, 0, 0, 1, 1],
+    [0, 1, 0, 1, 0, 0],
+    [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+]
+ANCHORS = [[2, 3, 6], [1, 4, 5], [3], [], [0, 1, 4, 5, 10]]
+
+
+def make_case(shape: DrafterShape = SHAPE, *, seed: int = 0, scale: float = 1.0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator) * scale
+
+    lengths = [len(mask) for mask in MASKS]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    rows = starts[-1]
+    return Case(
+        features=normal(rows, len(shape.target_layer_ids) * shape.hidden_size),
+        token_ids=torch.randint(4, shape.vocab_size, (rows,), generator=generator),
+        loss_mask=torch.tensor(sum(MASKS, []), dtype=torch.uint8),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        anchors=torch.tensor([s + a for s, own in zip(starts, ANCHORS) for a in own], dtype=torch.int32),
+        anchor_sample=torch.tensor([i for i, own in enumerate(ANCHORS) for _ in own], dtype=torch.int32),
+        last_hidden=normal(rows, shape.hidden_size),
+        heads=TargetHeads(
+            normal(shape.vocab_size, shape.hidden_size), normal(shape.vocab_size, shape.hidden_size)
+        ),
+    )
+
+
+def make_drafter(shape: DrafterShape = SHAPE, seed: int = 1) -> DFlashDrafter:
+    """A drafter whose norms differ from 1 too, so that each weight matters."""
+    drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, p in drafter.named_parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * (0.3 if "norm" in name else 0.1))
+    return drafter
+
+
+def run(
+    drafter: DFlashDrafter,
+    case: Case,
+    objective: ObjectiveConfig,
+    *,
+    max_draft_slots: int = 10_000,
+    backward: bool = True,
+    **kwargs,
+) -> LossSums:
+    if objective.labels == "target" or objective.loss == "kl":
+        kwargs.setdefault("last_hidden", case.last_hidden)
+    return microbatch_loss(
+        drafter,
+        case.heads,
+        *case.arguments(),
+        objective=objective,
+        mask_token_id=drafter.shape.mask_token_id,
+        max_draft_slots=max_draft_slots,
+        backward=backward,
+        **kwargs,
+    )
+
+
+def gradients(drafter: DFlashDrafter) -> dict[str, Tensor]:
+    """Copies of the gradients, which are then cleared."""
+    grads = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    drafter.zero_grad(set_to_none=True)
+    return grads
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 1e-5) -> None:
+    """Each tensor within `relative` of the largest entry of the expected one."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (actual[name].double() - value.double()).abs().max()
+        assert error <= relative * value.double().abs().max() + 1e-12, (
+            f"{name}: {error} of {value.abs().max()}"
+        )
+
+
+def assert_sums_close(actual: LossSums, expected: LossSums, relative: float = 1e-5) -> None:
+    for f in fields(LossSums):
+        torch.testing.assert_close(
+            getattr(actual, f.name).double(), getattr(expected, f.name).double(), rtol=relative, atol=1e-9
+        )

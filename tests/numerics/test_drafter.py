@@ -1,0 +1,293 @@
+"""The drafter: against the dense reference, against itself split in other ways, and with perturbed inputs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash_core.config import DrafterConfig, ObjectiveConfig, UserError
+from dflash_core.model.drafter import DFlashDrafter, drafter_shape
+from dflash_core.model.loss import block_embeddings, project_microbatch
+from tests.numerics.dense_drafter import dense_hidden, dense_loss
+from tests.numerics.drafter_cases import (
+    SHAPE,
+    assert_close,
+    assert_sums_close,
+    gradients,
+    make_case,
+    make_drafter,
+    run,
+)
+
+OBJECTIVES = {
+    "decay": ObjectiveConfig(),
+    "dpace": ObjectiveConfig(weighting="dpace"),
+    "target argmax": ObjectiveConfig(labels="target", gamma=2.0),
+    "kl": ObjectiveConfig(loss="kl", labels="target"),
+    "kl dpace": ObjectiveConfig(loss="kl", weighting="dpace", dpace_alpha=0.2),
+}
+SHAPES = {
+    "two layers": SHAPE,
+    "sliding window": replace(SHAPE, sliding_window=6),
+    "other heads": replace(SHAPE, num_heads=4, num_kv_heads=4, head_dim=6, num_layers=1, block_size=3),
+}
+
+
+def hidden_states(drafter, case):
+    bounds = case.cu_seqlens
+    return drafter.forward_blocks(
+        block_embeddings(
+            case.heads, case.token_ids[case.anchors.long()], drafter.shape.mask_token_id, drafter
+        ),
+        project_microbatch(drafter, case.features, bounds),
+        context_start_A=bounds[case.anchor_sample.long()],
+        anchor_A=case.anchors,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_dense_reference(shape, objective, dtype):
+    case, drafter = make_case(shape), make_drafter(shape)
+    if dtype == torch.float64:
+        case = case.double()
+    sums = run(drafter, case, objective, max_draft_slots=5 * shape.block_size)
+    weights = {k: v.detach().double().requires_grad_() for k, v in drafter.state_dict().items()}
+    exact = case.double()
+    features, token_ids, loss_mask, *where = exact.arguments()
+    hidden = dense_hidden(weights, shape, exact.heads.embed_VD, features, token_ids, *where)
+    loss_sum, weight_sum, correct, supervised = dense_loss(
+        hidden, exact.heads.head_VD, token_ids, loss_mask, *where, objective, exact.last_hidden
+    )
+    loss_sum.backward()
+    relative = (
+        1e-5 if dtype == torch.float32 else 1e-6
+    )  # weights are float32 masters, gradients round to them
+    torch.testing.assert_close(sums.loss_sum, loss_sum.detach(), rtol=relative, atol=0)
+    torch.testing.assert_close(sums.weight_sum, weight_sum.detach(), rtol=relative, atol=0)
+    assert sums.correct_K.tolist() == correct.sum(0).tolist()
+    assert sums.count_K.tolist() == supervised.sum(0).tolist()
+    assert_close(gradients(drafter), {k: v.grad for k, v in weights.items()}, relative)
+    torch.testing.assert_close(hidden_states(drafter, case).double(), hidden, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_same_step_however_it_is_split(objective):
+    """Whole, in chunks of 1, 2 and 5 blocks, and as microbatches 1+4, 2+3, 1+1+1+1+1."""
+    case, drafter = make_case(), make_drafter()
+    expected = run(drafter, case, objective)
+    expected_grads = gradients(drafter)
+    for slots in (1, 4, 8, 20):
+        assert_sums_close(run(drafter, case, objective, max_draft_slots=slots), expected)
+        assert_close(gradients(drafter), expected_grads)
+    for cuts in ([0, 1, 5], [0, 2, 5], [0, 1, 2, 3, 4, 5]):
+        parts = [run(drafter, case.samples(i, j), objective) for i, j in zip(cuts, cuts[1:])]
+        assert_sums_close(sum(parts[1:], parts[0]), expected)
+        assert_close(gradients(drafter), expected_grads)
+
+
+def test_runs_are_bit_equal():
+    case, drafter = make_case(), make_drafter()
+    results = []
+    for _ in range(2):
+        sums = run(drafter, case, OBJECTIVES["dpace"], max_draft_slots=8)
+        results.append((sums.loss_sum, gradients(drafter)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(results[0][1][k], v) for k, v in results[1][1].items())
+
+
+def test_no_anchor_gives_zero_sums_and_zero_gradients():
+    drafter = make_drafter()
+    case = make_case().samples(3, 4)
+    assert len(case.anchors) == 0
+    sums = run(drafter, case, OBJECTIVES["decay"])
+    assert float(sums.weight_sum) == 0 and sums.loss() == 0
+    assert all(not g.any() for g in gradients(drafter).values())  # each exists: ranks reduce the same set
+
+
+def test_evaluation_keeps_no_graph_and_gives_the_same_sums():
+    case, drafter = make_case(), make_drafter()
+    sums = run(drafter, case, OBJECTIVES["dpace"], backward=False)
+    assert all(p.grad is None for p in drafter.parameters())
+    assert_sums_close(sums, run(drafter, case, OBJECTIVES["dpace"]))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES["sliding window"]], ids=["full", "window"])
+def test_features_from_the_anchor_on_change_nothing(shape):
+    """Block by block: the context strictly before the anchor matters, every other row does not."""
+    case, drafter = make_case(shape), make_drafter(shape)
+    with torch.no_grad():
+        before = hidden_states(drafter, case)
+        for row in range(len(case.features)):
+            changed = replace(case, features=case.features.clone())
+            changed.features[row] += 1.0
+            after = hidden_states(drafter, changed)
+            for a, anchor in enumerate(case.anchors.tolist()):
+                start = int(case.cu_seqlens[int(case.anchor_sample[a])])
+                for k in range(shape.block_size):
+                    # with two layers a slot also hears, through its block, what the earlier slots see
+                    first = (
+                        start
+                        if shape.sliding_window is None
+                        else max(start, anchor + 1 - shape.sliding_window)
+                    )
+                    seen = first <= row < anchor
+                    assert torch.equal(after[a, k], before[a, k]) != seen, (row, anchor, k)
+
+
+def test_another_block_and_other_slots():
+    """The anchor token of a block reaches all its slots and no other block."""
+    case, drafter = make_case(), make_drafter()
+    with torch.no_grad():
+        before = hidden_states(drafter, case)
+        for a, anchor in enumerate(case.anchors.tolist()):
+            changed = replace(case, token_ids=case.token_ids.clone())
+            changed.token_ids[anchor] = 3
+            after = hidden_states(drafter, changed)
+            for other in range(len(before)):
+                same = (after[other] == before[other]).all(-1)
+                assert same.all() if other != a else not same.any()
+
+
+def test_every_slot_reaches_every_other_slot_of_its_block():
+    case, drafter = make_case().samples(0, 1), make_drafter()
+    context = project_microbatch(drafter, case.features, case.cu_seqlens)
+    embeds = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(5))
+    where = {"context_start_A": torch.zeros(3, dtype=torch.int32), "anchor_A": case.anchors}
+    with torch.no_grad():
+        before = drafter.forward_blocks(embeds, context, **where)
+        for k in range(4):
+            changed = embeds.clone()
+            changed[1, k] += 1
+            after = drafter.forward_blocks(changed, context, **where)
+            assert not (after[1] == before[1]).all(-1).any()  # bidirectional: earlier slots change too
+            assert torch.equal(after[[0, 2]], before[[0, 2]])
+
+
+def test_slots_past_the_end_do_not_read_the_next_sample():
+    """The block at row 6 of 8 stands at positions 6..9 whatever follows, even a sample without prompt."""
+    case, drafter = make_case(), make_drafter()
+    alone = case.samples(0, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            hidden_states(drafter, alone), hidden_states(drafter, case)[:3], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_peak_of_a_chunk_follows_max_draft_slots(monkeypatch):
+    """What goes through the drafter at once is one chunk, of at most max_draft_slots slots."""
+    case, drafter = make_case(), make_drafter()
+    seen = []
+    forward = DFlashDrafter.forward_blocks
+    monkeypatch.setattr(
+        DFlashDrafter,
+        "forward_blocks",
+        lambda self, embeds, *a, **k: (
+            seen.append(embeds.shape[0] * embeds.shape[1]) or forward(self, embeds, *a, **k)
+        ),
+    )
+    for max_draft_slots, expected in ((8, [8] * 6), (20, [20, 20, 8]), (100, [48])):
+        seen.clear()
+        run(drafter, case, OBJECTIVES["decay"], max_draft_slots=max_draft_slots)
+        assert seen == expected
+
+
+def test_tensor_names_and_shapes_are_those_that_servers_load():
+    state = {k: tuple(v.shape) for k, v in DFlashDrafter(replace(SHAPE, num_layers=1)).state_dict().items()}
+    assert state == {
+        "fc.weight": (32, 96),
+        "hidden_norm.weight": (32,),
+        "norm.weight": (32,),
+        "layers.0.input_layernorm.weight": (32,),
+        "layers.0.post_attention_layernorm.weight": (32,),
+        "layers.0.self_attn.q_proj.weight": (48, 32),
+        "layers.0.self_attn.k_proj.weight": (16, 32),
+        "layers.0.self_attn.v_proj.weight": (16, 32),
+        "layers.0.self_attn.o_proj.weight": (32, 48),
+        "layers.0.self_attn.q_norm.weight": (8,),
+        "layers.0.self_attn.k_norm.weight": (8,),
+        "layers.0.mlp.gate_proj.weight": (48, 32),
+        "layers.0.mlp.up_proj.weight": (48, 32),
+        "layers.0.mlp.down_proj.weight": (32, 48),
+    }
+
+
+def test_initial_weights_come_from_the_generator_alone():
+    def weights(seed):
+        return DFlashDrafter(SHAPE, torch.Generator().manual_seed(seed)).state_dict()
+
+    torch.manual_seed(9)
+    first, again, other = weights(0), weights(0), weights(1)
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
+    assert abs(float(first["fc.weight"].std()) - 0.02) < 0.002
+    assert torch.equal(first["norm.weight"], torch.ones(32))
+
+
+def target_config(**changes):
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "vocab_size": 61,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 100_000.0, "rope_type": "default"},
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_shape_follows_the_target_and_the_config():
+    shape = drafter_shape(target_config(), DrafterConfig(mask_token_id=3, num_layers=2, block_size=8), (1, 3))
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (4, 2, 8, 48)
+    assert (shape.rope_theta, shape.rms_norm_eps, shape.vocab_size, shape.num_target_layers) == (
+        1e5,
+        1e-5,
+        61,
+        6,
+    )
+    own = DrafterConfig(mask_token_id=3, num_heads=8, num_kv_heads=1, head_dim=16, intermediate_size=10)
+    shape = drafter_shape(target_config(), own, (1,))
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (8, 1, 16, 10)
+    old = target_config(rope_parameters=None, rope_theta=500_000.0, rope_scaling=None)
+    assert drafter_shape(old, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 500_000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "ids", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}},
+            {},
+            (1,),
+            "'yarn' is scaled",
+        ),
+        (
+            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}},
+            {},
+            (1,),
+            "'linear'",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}},
+            {},
+            (1,),
+            "partial_rotary_factor is 0.25",
+        ),
+        ({"partial_rotary_factor": 0.5}, {}, (1,), "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, (1,), "differs between layers"),
+        ({"rope_parameters": {}}, {}, (1,), "no rope_theta"),
+        ({}, {"mask_token_id": None}, (1,), "drafter.mask_token_id: not set"),
+        ({}, {"mask_token_id": 61}, (1,), "drafter.mask_token_id: 61 is not allowed.*0 to 60"),
+        ({}, {"num_heads": 3}, (1,), "drafter.num_kv_heads: 2 .* divisors of num_heads"),
+        ({}, {"head_dim": 7}, (1,), "drafter.head_dim: 7"),
+        ({}, {}, (1, 6), r"drafter.target_layer_ids: \[1, 6\] .* 0 to 5"),
+        ({}, {}, (), "drafter.target_layer_ids"),
+    ],
+)
+def test_what_serving_would_do_differently_is_refused(changes, config, ids, message):
+    with pytest.raises(UserError, match=message):
+        drafter_shape(target_config(**changes), DrafterConfig(**{"mask_token_id": 3, **config}), ids)
