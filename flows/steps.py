@@ -12,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import buckets, ingest, length_profile, plans, report, target
+from tasks import buckets, ingest, length_profile, plans, report, target, train
 from tasks.stages import STAGES, FileDigests
 
 Pointer = dict[str, Any]
@@ -31,8 +31,9 @@ class Dataset:
 def check_options(options: FlowOptions) -> None:
     """Raises UserError for a stage that does not exist."""
     for name in options.refresh:
-        if name not in STAGES:
-            raise UserError(f"refresh: {name!r} is not allowed; allowed: {', '.join(sorted(STAGES))}")
+        if name not in (*STAGES, "train"):
+            allowed = ", ".join(sorted((*STAGES, "train")))
+            raise UserError(f"refresh: {name!r} is not allowed; allowed: {allowed}")
 
 
 def root_of(config: RunConfig) -> Path:
@@ -80,6 +81,24 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
     ]
     pointers = [future.result() for future in futures]
     return _open(config, pointers)
+
+
+def open_store(config: RunConfig, dataset: Dataset) -> Any:
+    """The samples."""
+    from dflash_core.data.store import TokenStore
+
+    return TokenStore.open(
+        dataset.shards,
+        validation_share=config.data.validation_share,
+        min_validation_samples=config.data.min_validation_samples,
+    )
+
+
+def load_plan(config: RunConfig, pointer: Pointer) -> Any:
+    """The `BatchPlan` of a pointer."""
+    from dflash_core.batching import BatchPlan
+
+    return BatchPlan.load(root_of(config) / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet")
 
 
 def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
@@ -213,4 +232,34 @@ def show_plans(
         f"Edges {edges_pointer['edges']}\n\n" + report.plans_table(figures),
         key=f"plans-{report.slug(config.deployment)}",
         description="padding efficiency and mixing of each strategy",
+    )
+
+
+def train_run(
+    config: RunConfig,
+    options: FlowOptions,
+    target_pointer: Pointer,
+    dataset: Dataset,
+    epochs: Sequence[Pointer],
+    label: str | None = None,
+) -> Pointer:
+    """Trains to the end, resumes, or skips what is finished; `epochs` are the plans, one an epoch."""
+    root, used = root_of(config), epochs[: config.training.epochs]
+    num_steps = sum(int(pointer["metrics"]["num_steps"]) for pointer in used)
+    return train.train(
+        to_dict(config),
+        {
+            "shards": dataset.shards,
+            "plans": [
+                str(root / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet") for pointer in used
+            ],
+            "target": str(target_directory(config, target_pointer)),
+            "dataset_digest": dataset.digest,
+            "plan_digests": [pointer["plan_digest"] for pointer in used],
+            "target_fingerprint": target_pointer["fingerprint"],
+            "total_steps": min(num_steps, config.training.max_steps or num_steps),
+        },
+        label=label or f"train {config.batching.strategy}",
+        refresh="train" in options.refresh,
+        after=[target_pointer, *used],
     )

@@ -8,9 +8,23 @@ from flows import cli
 if __name__ == "__main__":
     sys.exit(cli.main("train-dflash"))
 
+from dflash_core.config import RunConfig
+from flows import steps
+from flows.deployments import FlowOptions
 from flows.entry import run_flow
 
 
 @run_flow("train-dflash")
-def train_dflash(config, options):
-    return config
+def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
+    """Returns the run's report."""
+    steps.check_options(options)
+    target = steps.prepare_target(config, options)
+    dataset = steps.ingest_all(config, options, target)
+    profile = steps.profile(config, options, dataset)
+    edges = steps.edges(config, options, profile)
+    plans = steps.make_plans(config, options, dataset, edges)
+    trained = steps.train_run(config, options, target, dataset, plans[config.batching.strategy])
+    evaluated = steps.evaluate(config, options, target, dataset, trained)
+    report = steps.write_report(config, dataset, profile, edges, plans, trained, evaluated)
+    steps.register(config, trained, report)
+    return report

@@ -78,7 +78,7 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer(directory: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -111,7 +111,7 @@ def ingest(
     manifest = ingest_file(
         path,
         from_dict(DataConfig, data),
-        _tokenizer(target_directory, trust_remote_code),
+        load_tokenizer(target_directory, trust_remote_code),
         out / "shard",
         mask_token_id=rules["mask_token_id"],
     )

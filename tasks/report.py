@@ -80,7 +80,6 @@ def build_report(
     """report.json: everything that a reader compares between runs."""
     lines = read_metrics(Path(trained["run_dir"]))
     losses, validation = series(lines, "train/loss")[1], series(lines, "validation/loss")[1]
-    summary = trained["summary"]
     return {
         "deployment": config.deployment,
         "strategy": config.batching.strategy,
@@ -89,7 +88,11 @@ def build_report(
         "dataset": dict(dataset),
         "edges": list(edges),
         "plans": plan_figures(plans),
-        "train": {**train_figures(summary), "loss_first": _first(losses), "loss_last": _last(losses)},
+        "train": {
+            **train_figures(trained["summary"]),
+            "loss_first": _first(losses),
+            "loss_last": _last(losses),
+        },
         "validation": {"loss_first": _first(validation), "loss_last": _last(validation)},
         "evaluation": dict(evaluation),
         "mlflow_run_id": trained["mlflow_run_id"],
@@ -97,15 +100,21 @@ def build_report(
 
 
 def train_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts and rates of a training, from its summary."""
-    seconds = summary.get("train_seconds") or 0.0
-    names = ("samples", "tokens", "supervised_tokens", "train_seconds", "capture_seconds", "drafter_seconds")
-    return {
-        "steps": summary["step"],
-        **{name: summary.get(name) for name in names},
-        "tokens_per_second": summary["tokens"] / seconds if seconds else None,
-        "nonfinite_steps": summary.get("nonfinite_steps", 0),
-    }
+    """Counts and rates of a training, from its summary.json."""
+    names = (
+        "steps",
+        "updates",
+        "samples",
+        "tokens",
+        "tokens_per_second",
+        "train_seconds",
+        "capture_seconds",
+        "drafter_seconds",
+        "nonfinite_steps",
+        "best_step",
+        "exported_step",
+    )
+    return {name: summary.get(name) for name in names}
 
 
 def _first(values: Sequence[float]) -> float | None:

@@ -301,3 +301,21 @@ def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
     status = "KILLED" if state.is_cancelled() or state.is_cancelling() or state.is_crashed() else "FAILED"
     mlflow.MlflowClient(left["uri"]).set_terminated(left["run_id"], status=status)
     marker.unlink(missing_ok=True)
+
+
+def registered_run_directories(config: RunConfig) -> set[Path]:
+    """Run directories whose drafter an alias of a registered model points to."""
+    database = Path(config.storage_root).resolve() / "mlflow.db"
+    if tracking_uri(config).startswith("sqlite:") and not database.exists():
+        return set()
+    client, _ = open_client(config)
+    aliased = {
+        client.get_model_version(model.name, version).run_id
+        for model in client.search_registered_models()
+        for version in model.aliases.values()
+    }
+    found = set()
+    for recorded in Path(config.storage_root).resolve().glob("*/*/mlflow.json"):
+        if json.loads(recorded.read_text(encoding="utf-8"))["run_id"] in aliased:
+            found.add(recorded.parent.resolve())
+    return found

@@ -1,0 +1,28 @@
+"""Show samples as the drafter will see them: text, loss mask, anchors."""
+# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+
+import sys
+
+from flows import cli
+
+if __name__ == "__main__":
+    sys.exit(cli.main("preview-data"))
+
+from dflash_core.config import RunConfig
+from flows import steps
+from flows.deployments import PreviewOptions
+from flows.entry import run_flow
+from tasks import ingest, preview
+
+
+@run_flow("preview-data")
+def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object]:
+    """Returns the rows of the token store that were shown."""
+    steps.check_options(options)
+    target = steps.prepare_target(config, options)
+    dataset = steps.ingest_all(config, options, target)
+    tokenizer = ingest.load_tokenizer(
+        str(steps.target_directory(config, target)), config.target.trust_remote_code
+    )
+    rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.num_samples)
+    return {"rows": rows}

@@ -1,0 +1,57 @@
+"""Samples as text: what is supervised, where blocks may start, where they start in the first epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from dflash_core.config import RunConfig
+
+
+def choose(lengths: np.ndarray, num_samples: int) -> list[int]:
+    """Samples spread over the lengths: shortest, longest and those between; indices into `lengths`."""
+    order = np.argsort(lengths, kind="stable")
+    positions = np.linspace(0, len(order) - 1, min(num_samples, len(order)))
+    return [int(order[round(position)]) for position in positions]
+
+
+def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig) -> Text:
+    """One sample: plain what is only context, green what is supervised, underlined the anchors of epoch 0."""
+    from dflash_core.model.anchors import draw_anchors, eligible_positions
+
+    token_ids, loss_mask = store.token_ids(row), store.loss_mask(row)
+    anchors = draw_anchors(
+        loss_mask,
+        num_anchors=config.objective.num_anchors,
+        seed=config.training.seed,
+        epoch=0,
+        sample_id=store.sample_id(row),
+    )
+    text = Text()
+    text.append(
+        f"sample {row}, source {store.sources[store.source_id[row]]}: {len(token_ids)} tokens, "
+        f"{int(loss_mask.sum())} supervised, {len(eligible_positions(loss_mask))} eligible anchors, "
+        f"{len(anchors)} drawn, {'validation' if store.is_validation[row] else 'training'}\n",
+        style="bold",
+    )
+    starts = set(anchors.tolist())
+    for position, token in enumerate(token_ids):
+        style = "green" if loss_mask[position] else "dim"
+        text.append(
+            tokenizer.decode([int(token)]), style=f"{style} underline" if position in starts else style
+        )
+    return text
+
+
+def show_samples(store: Any, tokenizer: Any, config: RunConfig, num_samples: int) -> list[int]:
+    """Prints samples; returns their rows."""
+    rows = choose(store.lengths, num_samples)
+    console = Console()
+    console.print("supervised tokens are green, anchors of the first epoch underlined, context is dim")
+    for row in rows:
+        console.print(render_sample(store, row, tokenizer, config), highlight=False)
+        console.rule()
+    return rows
