@@ -148,7 +148,9 @@ def forward_kernel(
     q_offsets = _query_offsets(row0, rows, G, R, H)
     q = _load(q_ptr + q_base, q_offsets, own_rows < num_rows, H, TILE_H, False)
     acc = tl.zeros([TILE_ROWS, TILE_H], tl.float32)
-    top = tl.full([TILE_ROWS], -1.0e30, tl.float32)  # finite: a tile that a row does not see leaves it as it is
+    top = tl.full(
+        [TILE_ROWS], -1.0e30, tl.float32
+    )  # finite: a tile that a row does not see leaves it as it is
     total = tl.zeros([TILE_ROWS], tl.float32)
     GH: tl.constexpr = G * H
 
@@ -361,22 +363,31 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+# (kernel, widest head): tiles where products read shared memory (sm_90, sm_100), and where they read registers
+_TILES = {
+    ("forward", 64): (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+    ("forward", 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
+    ("forward", 256): (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    ("backward_queries", 64): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
+    ("backward_queries", 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("backward_queries", 256): (Tiles(128, 32, 8, 1), Tiles(32, 32, 4, 1)),
+    ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_keys", 256): (Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
+}
+
+
 def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
-    """Tiles of "forward", "backward_queries" or "backward_keys".
+    """Tiles of "forward", "backward_queries" or "backward_keys", for head_dim up to 256.
 
     Args:
         itemsize: bytes of an input element. float32 products run on ordinary cores: small tiles.
         capability: 80, 90, 100, 120: compute capability times ten.
     """
-    large_shared = 80 < capability < 120 or capability == 80
-    wide = 2 if head_dim > 128 else 1 if head_dim > 64 else 0
     if itemsize == 4:
-        return Tiles(32, 32 if wide < 2 else 16, 4, 1)
-    if kernel == "forward":
-        return (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3 if large_shared else 2), Tiles(64, 32, 4, 2))[wide]
-    if kernel == "backward_queries":
-        return (Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2))[wide]
-    return (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2))[wide]
+        return Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
+    widest = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    return _TILES[kernel, widest][0 if 90 <= capability < 110 else 1]
 
 
 def launch_constants(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -420,7 +431,9 @@ class _BlockAttention(torch.autograd.Function):
         constants = {"G": groups, "R": num_heads // groups, "K": block_size, "WINDOW": window}
         constants |= launch_constants(head_dim, q.dtype)
         out = torch.empty_like(q)
-        lse = torch.empty(groups, num_blocks * block_size * constants["R"], device=q.device, dtype=torch.float32)
+        lse = torch.empty(
+            groups, num_blocks * block_size * constants["R"], device=q.device, dtype=torch.float32
+        )
         shape = tiles("forward", head_dim, q.element_size(), _capability(q))
         forward_kernel[(triton.cdiv(lse.shape[1], shape.rows), groups)](
             q, k_ctx, v_ctx, k_blk, v_blk, context_start, anchor, out, lse, num_blocks, scale * LOG2_E,
@@ -501,7 +514,11 @@ def block_attention(
     context_start = context_start_A.to(torch.int32).contiguous()
     anchor = anchor_A.to(torch.int32).contiguous()
     if len(anchor) == 0:
-        return q_AKNH + sum(x.sum() for x in tensors[1:]).to(q_AKNH.dtype)  # empty, and differentiable in all five
-    ascending = (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all() & (context_start <= anchor).all()
+        return q_AKNH + sum(x.sum() for x in tensors[1:]).to(
+            q_AKNH.dtype
+        )  # empty, and differentiable in all five
+    ascending = (
+        (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all() & (context_start <= anchor).all()
+    )
     torch._assert_async(ascending, "context_start_A and anchor_A must ascend, context_start_A <= anchor_A")
     return _BlockAttention.apply(*tensors, context_start, anchor, sliding_window or 0, scale)

@@ -182,7 +182,10 @@ def linear_cross_entropy(
     hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
 ) -> VocabularyLoss:
     """`dflash_core.kernels.linear_cross_entropy.linear_cross_entropy` on CUDA, float32, bfloat16 or float16."""
-    assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, (hidden_PD.dtype, head_VD.dtype)
+    assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, (
+        hidden_PD.dtype,
+        head_VD.dtype,
+    )
     if len(hidden_PD) == 0:
         empty = hidden_PD.sum(dim=-1).float()
         return VocabularyLoss(empty, empty.detach(), empty.detach().bool())
