@@ -81,7 +81,7 @@ def set_environment(storage_root: str) -> Path:
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the default of 20 s is too short on a slow disk
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_LOGGING_LOG_PRINTS": "false",
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # the embedded server reports its own shutdown as an error
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}",

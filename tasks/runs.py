@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,26 @@ def latest_directory(config: RunConfig) -> Path:
     return Path(config.storage_root).resolve() / config.deployment / "latest"
 
 
-def point_latest(run: Run) -> None:
-    """Makes `latest` a relative link to this run, by one rename."""
+def point_latest(run: Run) -> str | None:
+    """Makes `latest` a relative link to this run, by one rename; returns what it pointed to."""
     link = run.directory.parent / "latest"
+    previous = os.readlink(link) if link.is_symlink() else None
     temporary = link.with_name(f".latest.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run.directory.name)
     os.replace(temporary, link)
+    return previous
+
+
+def discard(run: Run, previous: str | None) -> None:
+    """Removes a run that a mistake ended before its first checkpoint, and gives `latest` back to the run before."""
+    if any((run.directory / "checkpoints").glob("step-*")):
+        return
+    shutil.rmtree(run.directory, ignore_errors=True)
+    link = run.directory.parent / "latest"
+    link.unlink(missing_ok=True)
+    if previous is not None and (run.directory.parent / previous).is_dir():
+        link.symlink_to(previous)
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:

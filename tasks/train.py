@@ -69,7 +69,7 @@ def train(
     resumed = any((run.directory / "checkpoints").glob("step-*")) if run.directory.exists() else False
     run.directory.mkdir(parents=True, exist_ok=True)
     with _exclusive(run), _accelerators(settings, logger):
-        runs.point_latest(run)
+        previous = runs.point_latest(run)
         logger.info(
             "training: %s run %s, %d steps, %s",
             "resuming" if resumed else "new",
@@ -77,7 +77,11 @@ def train(
             inputs["total_steps"],
             f"strategy {settings.batching.strategy}",
         )
-        _train(settings, run, inputs)
+        try:
+            _train(settings, run, inputs)
+        except UserError:
+            runs.discard(run, previous)
+            raise
     return _pointer(run, "resumed" if resumed else "trained")
 
 
