@@ -1,13 +1,14 @@
-"""Compile the Triton kernels ahead of time for chips that need not be here, and check that they would launch and run.
+"""Compile the Triton kernels ahead of time for chips that need not be here, and check that they would launch.
 
-A compile that succeeds says little: Triton builds kernels that ask for more shared memory than the chip has, and ptxas
-spills registers in silence. So each kernel's shared memory is compared with what a block may have on that chip, and
-the bytes spilled to the stack are read from the binary with the `cuobjdump` that Triton ships.
+A compile that succeeds says little: Triton builds kernels that ask for more shared memory than the chip
+has, and ptxas spills registers in silence. So each kernel's shared memory is compared with what a block may
+have on that chip, and the bytes spilled to the stack are read from the binary with the `cuobjdump` that
+Triton ships.
 
-    python -m benchmarks.kernels_aot              one default configuration a kernel and chip (Qwen3-8B shapes, bf16)
-    python -m benchmarks.kernels_aot --grid       head sizes, dtypes, block sizes, sliding window too
+    python -m benchmarks.kernels_aot           one configuration a kernel and chip (Qwen3-8B shapes, bf16)
+    python -m benchmarks.kernels_aot --grid    head sizes, dtypes, block sizes, sliding window too
 
-Prints a table, then one line of JSON. Exit code 1 when shared memory does not fit anywhere, or when a configuration
+Prints a table, then one line of JSON. Exit code 1 when shared memory does not fit, or when a configuration
 that must not spill does: bf16 and fp16 up to head size 128, and the vocabulary loss.
 """
 
@@ -36,9 +37,9 @@ SHARED_LIMIT_KB = {80: 163, 90: 227, 100: 227, 120: 99}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 POINTERS = {
-    "context_start_ptr": "*i32", "anchor_ptr": "*i32", "ranges_ptr": "*i32", "labels_ptr": "*i64", "correct_ptr": "*i8",
-    "lse_ptr": "*fp32", "delta_ptr": "*fp32", "logits_ptr": "*fp32", "target_ptr": "*fp32", "loss_ptr": "*fp32",
-    "log_prob_ptr": "*fp32",
+    "context_start_ptr": "*i32", "anchor_ptr": "*i32", "ranges_ptr": "*i32", "labels_ptr": "*i64",
+    "correct_ptr": "*i8", "lse_ptr": "*fp32", "delta_ptr": "*fp32", "logits_ptr": "*fp32",
+    "target_ptr": "*fp32", "loss_ptr": "*fp32", "log_prob_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -127,9 +128,7 @@ def compile_job(job: Job) -> dict[str, Any]:
     kernel = getattr(module, f"{job.kernel}_kernel")
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        aligned = name.endswith("_ptr") or name.endswith(
-            "_stride"
-        )  # what a launch would find and specialise on
+        aligned = name.endswith(("_ptr", "_stride"))  # as a launch would find
         if name in job.constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
@@ -152,7 +151,8 @@ def compile_job(job: Job) -> dict[str, Any]:
     result = {
         "kernel": job.kernel, "label": job.label, "capability": job.capability, "dtype": job.dtype,
         "tile": [job.constants.get("TILE_ROWS"), job.constants.get("TILE_KEYS")], "num_warps": job.num_warps,
-        "num_stages": job.num_stages, "registers": found["REG"], "spilled_bytes": found["STACK"] + found["LOCAL"],
+        "num_stages": job.num_stages, "registers": found["REG"],
+        "spilled_bytes": found["STACK"] + found["LOCAL"],
         "shared_kb": compiled.metadata.shared / 1024, "shared_limit_kb": SHARED_LIMIT_KB[job.capability],
         "seconds": round(seconds, 1),
     }  # fmt: skip
@@ -172,16 +172,14 @@ def run(jobs: list[Job], num_processes: int) -> list[dict[str, Any]]:
     for r in results:
         tile = "x".join(str(x) for x in r["tile"] if x)
         mark = "" if r["passed"] else "  FAILED"
-        print(f"sm_{r['capability']:<4}{r['kernel']:<17}{r['label']:<28}{r['dtype']:<6}{tile:>10}{r['num_warps']:>6}"
-              f"{r['num_stages']:>7}{r['registers']:>10}{r['spilled_bytes']:>10}{r['shared_kb']:>10.1f}"
+        print(f"sm_{r['capability']:<4}{r['kernel']:<17}{r['label']:<28}{r['dtype']:<6}{tile:>10}"
+              f"{r['num_warps']:>6}{r['num_stages']:>7}{r['registers']:>10}{r['spilled_bytes']:>10}{r['shared_kb']:>10.1f}"
               f"{r['shared_limit_kb']:>6}{r['seconds']:>6}{mark}")  # fmt: skip
     return results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--grid", action="store_true", help="the full grid instead of one configuration a kernel and chip"
     )

@@ -1,23 +1,27 @@
 """Block attention on CUDA: three kernels over packed rows, no mask tensor, no atomics.
 
-Same contract as `block_attention.block_attention`, whose reference is the oracle of these kernels. The queries of one
-key/value head are numbered as rows, row = (block * K + slot) * R + head of the group, and a program takes TILE_ROWS
-consecutive rows whatever block they belong to. Two blocks of 16 slots and 4 heads a group fill a tile of 128:
+Same contract as `block_attention.block_attention`, whose reference is the oracle of these kernels. The
+queries of one key/value head are numbered as rows, row = (block * K + slot) * R + head of the group, and a
+program takes TILE_ROWS consecutive rows whatever block they belong to. Two blocks of 16 slots with 4 heads
+a group fill a tile of 128 rows, and one load of a key serves all of them:
 
-    row      0 .. 63 | 64 .. 127        one tile, one load of each key serves all 128 rows
+    row      0 .. 63 | 64 .. 127
     block        0   |     1
     sees    [s0, a0) | [s1, a1)         context rows, plus the K slots of its own block
 
-So every row sees one interval of context rows and one of slots, found from `context_start_A` and `anchor_A` alone.
-Keys that all rows of a tile see are taken without a comparison; only the ends of the intervals are masked. Because
-anchors ascend, the blocks that see a tile of context rows are one contiguous range (binary search): the gradient of a
-key is summed by one program in a fixed order, so backward is bit-equal from call to call.
+So every row sees one interval of context rows and one of slots, both known from `context_start_A` and
+`anchor_A`. Keys that all rows of a tile see are taken without a comparison; only the ends of the intervals
+are masked. Because anchors ascend, the blocks that see a tile of context rows are one contiguous range
+(binary search): the gradient of a key is summed by one program in a fixed order, so backward is bit-equal
+from call to call.
 
-Work follows the visible context: forward does 2 products a visible (row, key) pair, backward 3 (queries) + 4 (keys).
-Tiles by architecture and head size: `tiles`, chosen from what fits in shared memory and registers without spilling
-(checked by ahead-of-time compilation in tests/numerics/test_kernels_aot_triton.py).
+Work follows the visible context: 2 products a visible (row, key) pair forward, 3 (queries) + 4 (keys)
+backward. A tile whose rows belong to two samples also passes over, masked, what lies between their
+contexts. `tiles` holds the launch shapes, by architecture and head size: what fits in shared memory and
+registers without spilling, as `benchmarks/kernels_aot.py` finds by compiling for each chip.
 
-Shape letters: A blocks, K slots a block, T packed context rows, N query heads, G key/value heads, R = N / G, H head dim.
+Shape letters: A blocks, K slots a block, T packed context rows, N query heads, G key/value heads, R = N /
+G, H head dim.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ def _row_slots(rows, K: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _split(first, full_lo, full_hi, last, TILE: tl.constexpr):
-    """Cut [first, last) into a fully visible middle of whole tiles and two ends: (middle start, middle end)."""
+    """Cut [first, last) into two ends and a fully visible middle of whole tiles: the middle's bounds."""
     if full_hi - full_lo < TILE:
         full_lo = last
         full_hi = last
@@ -138,7 +142,7 @@ def forward_kernel(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_ROWS rows of one key/value head. Writes the output and the log2 of the softmax sum."""
+    """One program: TILE_ROWS rows of one key/value head. Writes the output and log2 of the softmax sum."""
     group = tl.program_id(1)
     num_rows = num_blocks * (K * R)
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS  # late anchors see most: they start first
@@ -217,7 +221,7 @@ def backward_queries_kernel(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_ROWS rows of one key/value head. Writes dq, and delta = sum(out * dout) for the other kernel."""
+    """One program: TILE_ROWS rows of one head. Writes dq, and delta = sum(out * dout) for the keys."""
     group = tl.program_id(1)
     num_rows = num_blocks * (K * R)
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS
@@ -275,7 +279,7 @@ def _key_gradient(
     TILE_ROWS: tl.constexpr, TILE_H: tl.constexpr,
     OWN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the part of rows [row0, row0 + TILE_ROWS) to dk (before the scale) and dv. Scores are [keys, rows]."""
+    """Adds what rows [row0, row0 + TILE_ROWS) give to dk (unscaled) and dv. Scores are [keys, rows]."""
     rows = row0 + tl.arange(0, TILE_ROWS)
     inside = rows < limit
     if MASKED:
@@ -303,13 +307,14 @@ def _key_gradient(
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
 def backward_keys_kernel(
-    q_ptr, k_ptr, v_ptr, context_start_ptr, anchor_ptr, lse_ptr, dout_ptr, delta_ptr, dk_ptr, dv_ptr, ranges_ptr,
+    q_ptr, k_ptr, v_ptr, context_start_ptr, anchor_ptr, lse_ptr, dout_ptr, delta_ptr,
+    dk_ptr, dv_ptr, ranges_ptr,
     num_blocks, num_keys, scale, scale_log2,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr,
     OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_KEYS keys of one head, context rows or (OWN) slots; sums over the rows that see any of them.
+    """One program: TILE_KEYS keys of one head, context rows or (OWN) slots; sums over the rows that see any.
 
     `ranges_ptr`: int32 [tiles, 4] of `_block_ranges`, not read when OWN.
     """
@@ -363,7 +368,7 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (kernel, widest head): tiles where products read shared memory (sm_90, sm_100), and where they read registers
+# (kernel, widest head): where products read operands from shared memory (sm_90, sm_100), and the other chips
 _TILES = {
     ("forward", 64): (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
     ("forward", 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
@@ -402,11 +407,11 @@ def launch_constants(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
 def _block_ranges(
     context_start_A: Tensor, anchor_A: Tensor, *, num_keys: int, tile_keys: int, block_size: int, window: int
 ) -> Tensor:
-    """Which blocks see each tile of context rows: int32 [tiles, 4] = first, first and last that see it whole, last.
+    """Which blocks see each tile of context rows: int32 [tiles, 4], ranges [0]:[3] in part and [1]:[2] whole.
 
     Tile [t0, t1): blocks with anchor > t0 and context_start < t1 see some of it, those with anchor >= t1 and
-    context_start <= t0 see all of it. Both inputs ascend, so each set is a range. With anchors 3, 6, 9 of one sample
-    and tiles of 4 rows: tile [4, 8) is seen by blocks [1, 3) and seen whole by [2, 3).
+    context_start <= t0 see all of it. Both inputs ascend, so each set is a range. With anchors 3, 6, 9 of one
+    sample and tiles of 4 rows: tile [4, 8) is seen by blocks [1, 3) and seen whole by [2, 3).
     """
     t0 = torch.arange(0, num_keys, tile_keys, device=anchor_A.device, dtype=anchor_A.dtype)
     t1 = (t0 + tile_keys).clamp(max=num_keys)
@@ -514,9 +519,7 @@ def block_attention(
     context_start = context_start_A.to(torch.int32).contiguous()
     anchor = anchor_A.to(torch.int32).contiguous()
     if len(anchor) == 0:
-        return q_AKNH + sum(x.sum() for x in tensors[1:]).to(
-            q_AKNH.dtype
-        )  # empty, and differentiable in all five
+        return q_AKNH + sum(x.sum() for x in tensors[1:])  # empty, and differentiable in all five
     ascending = (
         (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all() & (context_start <= anchor).all()
     )

@@ -1,17 +1,21 @@
 """Vocabulary loss on CUDA: chunks of positions, library matrix products, one fused softmax kernel in between.
 
-Same contract as `linear_cross_entropy.linear_cross_entropy`, whose reference is the oracle. Two facts make it lean:
+Same contract as `linear_cross_entropy.linear_cross_entropy`, whose reference is the oracle. Two facts make
+it lean:
 
-- The gradient of row p is `grad_loss[p] * u[p]` with `u[p] = (softmax(logits[p]) - q[p]) @ head`, and u needs neither
-  the caller's weights nor the other rows. So forward finds u while a chunk's logits are live, backward is one
-  elementwise product, and the logits are never computed twice: two products a position instead of three.
-- The products are plain ones. The vendor's library runs them near the peak of every chip, which a fused Triton product
-  over a vocabulary of 150K does not; what Triton adds is the part between them, at memory speed, without temporaries.
+- The gradient of row p is `grad_loss[p] * u[p]` with `u[p] = (softmax(logits[p]) - q[p]) @ head`, and u
+  needs neither the caller's weights nor the other rows. So forward finds u while a chunk's logits are live,
+  backward is one elementwise product, and logits are never computed twice: two products a position instead
+  of three.
+- The products are plain ones, which the vendor's library runs near the peak of every chip; a fused Triton
+  product over a vocabulary of 150K does not reach that. Triton adds what lies between them, at memory
+  speed, without temporaries.
 
-Logits of a chunk are float32 (bfloat16 ones would be off by up to 0.06 at a logit of 20). The kernel overwrites each
-row in place with its gradient in the input's dtype, so a chunk costs 4 bytes a logit. With `chunk_rows` positions at
-once, 1/32 of them, peak memory is 6.7% of the bfloat16 logits for the workspace and D / V (2.7% at 4,096 / 151,936) for
-u. The head is read twice a chunk: at 256 rows still less time than the arithmetic on current chips.
+Logits of a chunk are float32 (bfloat16 ones would be off by up to 0.06 at a logit of 20). The kernel
+overwrites each row in place with its gradient in the input's dtype, so a chunk costs 4 bytes a logit. With
+`chunk_rows` positions at once, 1/32 of them, memory is 6.7% of the bfloat16 logits for the workspace and D
+/ V (2.7% at 4,096 / 151,936) for u. The head is read twice a chunk, at 256 rows in less time than the
+arithmetic takes.
 
 Shape letters: P positions, C positions of a chunk, D model width, V vocabulary.
 """
@@ -31,16 +35,27 @@ _UNSPECIALISED = ["num_words"]
 
 
 @triton.jit
-def _accumulate(top, total, x):
-    """Online sum of 2**x, lane by lane: no exchange between threads inside the loop."""
-    new_top = tl.maximum(top, x)
-    return new_top, total * tl.math.exp2(top - new_top) + tl.math.exp2(x - new_top)
+def _exp(x):
+    return tl.math.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def _log2_sum(top, total):
+def _log(x):
+    return tl.math.log2(x) * 0.6931471805599453
+
+
+@triton.jit
+def _accumulate(top, total, x):
+    """Online sum of exp(x - top), lane by lane: no exchange between threads inside the loop."""
+    new_top = tl.maximum(top, x)
+    return new_top, total * _exp(top - new_top) + _exp(x - new_top)
+
+
+@triton.jit
+def _merge(top, total):
+    """The lanes' maximum and the log of their sum of exp(x - maximum)."""
     row_top = tl.max(top, 0)
-    return row_top + tl.math.log2(tl.sum(total * tl.math.exp2(top - row_top), 0))
+    return row_top, _log(tl.sum(total * _exp(top - row_top), 0))
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -51,65 +66,61 @@ def row_kernel(
 ):  # fmt: skip
     """One program a row: loss, label log-probability, top-1 hit; then the gradient over the logits, in place.
 
-    SOFT: `target_ptr` holds the soft target's logits, and the loss is
-    KL = sum_v 2**(t - lse_t) (t - x) - lse_t + lse_x, all in base 2. GRADIENT: `gradient_ptr` is the memory of
-    `logits_ptr` in the hidden dtype. An element of half the size lands at half the offset, on logits already read.
+    SOFT: `target_ptr` holds the soft target's logits t, and the loss is KL = sum_v q (t - x) - lse(t) + lse(x)
+    with q = softmax(t). GRADIENT: `gradient_ptr` is the memory of `logits_ptr` in the hidden dtype. An element
+    of half the size lands at half the offset, on logits that have been read.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    LN_2: tl.constexpr = 0.6931471805599453
     row = tl.cast(tl.program_id(0), tl.int64)
     logits_ptr += row * logits_stride
     target_ptr += row * logits_stride
     gradient_ptr += row * gradient_stride
     label = tl.load(labels_ptr + row)
     lane = tl.arange(0, TILE)
-    top = tl.full([TILE], -1.0e30, tl.float32)  # finite: a lane without a word keeps total 0, not NaN
+    top = tl.full([TILE], -1.0e30, tl.float32)  # finite, and above what stands for a missing word: it adds 0
     total = tl.zeros([TILE], tl.float32)
     best = tl.full([TILE], 2147483647, tl.int32)
     target_top = tl.full([TILE], -1.0e30, tl.float32)
     target_total = tl.zeros([TILE], tl.float32)
-    target_gap = tl.zeros([TILE], tl.float32)  # sum of 2**(t - target_top) (t - x)
+    target_gap = tl.zeros([TILE], tl.float32)  # sum of exp(t - target_top) (t - x)
     for start in tl.range(0, num_words, TILE):
         word = start + lane
-        inside = word < num_words
-        x = tl.load(logits_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
+        x = tl.load(logits_ptr + word, mask=word < num_words, other=-2.0e30)
         best = tl.where(x > top, word, best)
         top, total = _accumulate(top, total, x)
         if SOFT:
-            t = tl.load(target_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
-            shrink = tl.math.exp2(target_top - tl.maximum(target_top, t))
+            t = tl.load(target_ptr + word, mask=word < num_words, other=-2.0e30)
+            shrink = _exp(target_top - tl.maximum(target_top, t))
             target_top, target_total = _accumulate(target_top, target_total, t)
-            target_gap = target_gap * shrink + tl.math.exp2(t - target_top) * (t - x)
-    lse = _log2_sum(top, total)
-    log_prob = tl.load(logits_ptr + label) * LOG2_E - lse
-    hit = tl.min(tl.where(top == tl.max(top, 0), best, 2147483647), 0)
-    tl.store(log_prob_ptr + row, log_prob * LN_2)
+            target_gap = target_gap * shrink + _exp(t - target_top) * (t - x)
+    row_top, log_total = _merge(top, total)
+    log_prob = tl.load(logits_ptr + label) - row_top - log_total
+    hit = tl.min(tl.where(top == row_top, best, 2147483647), 0)
+    tl.store(log_prob_ptr + row, log_prob)
     tl.store(correct_ptr + row, (hit == label).to(tl.int8))
-    target_lse = lse
+    target_row_top, target_log_total = row_top, log_total
     if SOFT:
-        target_lse = _log2_sum(target_top, target_total)
-        gap = tl.sum(target_gap * tl.math.exp2(target_top - target_lse), 0)
-        tl.store(loss_ptr + row, (gap - target_lse + lse) * LN_2)
+        target_row_top, target_log_total = _merge(target_top, target_total)
+        gap = tl.sum(target_gap * _exp(target_top - target_row_top - target_log_total), 0)
+        tl.store(loss_ptr + row, gap - (target_row_top - row_top) - (target_log_total - log_total))
     else:
-        tl.store(loss_ptr + row, -log_prob * LN_2)
+        tl.store(loss_ptr + row, -log_prob)
     if GRADIENT:
         tl.debug_barrier()  # the label's logit is read before its place is taken
         for start in tl.range(0, num_words, TILE):
             word = start + lane
-            inside = word < num_words
-            x = tl.load(logits_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
-            gradient = tl.math.exp2(x - lse)
+            x = tl.load(logits_ptr + word, mask=word < num_words, other=-2.0e30)
+            gradient = _exp(x - row_top - log_total)
             if SOFT:
-                t = tl.load(target_ptr + word, mask=inside, other=-1.0e30) * LOG2_E
-                gradient -= tl.math.exp2(t - target_lse)
+                t = tl.load(target_ptr + word, mask=word < num_words, other=-2.0e30)
+                gradient -= _exp(t - target_row_top - target_log_total)
             else:
                 gradient -= (word == label).to(tl.float32)
             tl.debug_barrier()  # the first tile's gradient lands on logits of the same tile
-            tl.store(gradient_ptr + word, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+            tl.store(gradient_ptr + word, gradient.to(gradient_ptr.dtype.element_ty), mask=word < num_words)
 
 
 def chunk_rows(num_positions: int, *, soft: bool) -> int:
-    """Positions a chunk: 1/32 of all, in whole tiles of a matrix product, 256 to 1,024; half with two sets of logits.
+    """Positions a chunk: 1/32 of all, in whole tiles of a product, 256 to 1,024; half for two sets of logits.
 
     7,680 positions (512 anchors of 16 slots) -> 256; 15,360 -> 512.
     """
@@ -127,7 +138,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 class _Workspace:
-    """Logits of a chunk, rows padded to 16 words: aligned in either dtype, and known to be so by the compiler."""
+    """Logits of a chunk; rows padded to 16 words, so that the compiler knows them aligned in either dtype."""
 
     def __init__(self, hidden: Tensor, head: Tensor, rows: int):
         self.num_words = len(head)
@@ -181,7 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
 ) -> VocabularyLoss:
-    """`dflash_core.kernels.linear_cross_entropy.linear_cross_entropy` on CUDA, float32, bfloat16 or float16."""
+    """`linear_cross_entropy.linear_cross_entropy` on CUDA, in float32, bfloat16 or float16."""
     assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, (
         hidden_PD.dtype,
         head_VD.dtype,
@@ -199,7 +210,7 @@ def linear_cross_entropy(
 
 
 def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
-    """`dflash_core.kernels.linear_cross_entropy.linear_argmax` on CUDA: float32 logits, a chunk at a time."""
+    """`linear_cross_entropy.linear_argmax` on CUDA: float32 logits, a chunk at a time."""
     hidden, head = hidden_PD.detach().contiguous(), head_VD.detach()
     out = torch.empty(len(hidden), device=hidden.device, dtype=torch.int64)
     if len(hidden) == 0:
