@@ -13,6 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
 from tasks import buckets, ingest, length_profile, plans, report, target, train
+from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
 Pointer = dict[str, Any]
@@ -263,3 +264,64 @@ def train_run(
         refresh="train" in options.refresh,
         after=[target_pointer, *used],
     )
+
+
+def evaluate(
+    config: RunConfig,
+    options: FlowOptions,
+    target_pointer: Pointer,
+    dataset: Dataset,
+    drafter_directory: Path,
+    label: str = "evaluate",
+) -> Pointer:
+    """Speculative decoding with an exported drafter."""
+    root, digests = root_of(config), FileDigests(root_of(config))
+    inputs = evaluation.evaluation_inputs(
+        config.evaluation,
+        drafter_directory=drafter_directory,
+        target_fingerprint=target_pointer["fingerprint"],
+        sets=evaluation.prompt_sets(config.evaluation, dataset.digest, digests),
+        digests=digests,
+    )
+    digests.save()
+    return evaluation.evaluate_drafter(
+        root,
+        label=label,
+        after=[target_pointer],
+        refresh="evaluate" in options.refresh,
+        **inputs,
+        where={
+            "drafter_directory": str(drafter_directory),
+            "target_directory": str(target_directory(config, target_pointer)),
+            "trust_remote_code": config.target.trust_remote_code,
+            "device_map": config.target.device_map,
+            "device": config.training.device,
+            "prompt_paths": [str(Path(path).expanduser()) for path in config.evaluation.prompts],
+            "shards": dataset.shards,
+            "data": to_dict(config.data),
+        },
+    )
+
+
+def write_report(
+    config: RunConfig,
+    dataset: Dataset,
+    profile_pointer: Pointer,
+    edges_pointer: Pointer,
+    made: dict[str, list[Pointer]],
+    trained: Pointer,
+    evaluated: Pointer,
+) -> Pointer:
+    """report.json, report.md and plots in the run's directory, a table in the terminal."""
+    written = report.write_report(
+        to_dict(config),
+        dataset=report.dataset_figures(profile_pointer["stats"], dataset.pointers),
+        edges=edges_pointer,
+        plans=made,
+        trained=trained,
+        evaluated=evaluated,
+        edges_directory=str(root_of(config) / edges_pointer["path"]),
+    )
+    title = f"{config.deployment}, run {Path(trained['run_dir']).name} ({trained['status']})"
+    report.print_table(title, [*report.summary_rows(written), ("report", f"{trained['run_dir']}/report.md")])
+    return written

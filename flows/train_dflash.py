@@ -8,6 +8,8 @@ from flows import cli
 if __name__ == "__main__":
     sys.exit(cli.main("train-dflash"))
 
+from pathlib import Path
+
 from dflash_core.config import RunConfig
 from flows import steps
 from flows.deployments import FlowOptions
@@ -24,7 +26,5 @@ def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     edges = steps.edges(config, options, profile)
     plans = steps.make_plans(config, options, dataset, edges)
     trained = steps.train_run(config, options, target, dataset, plans[config.batching.strategy])
-    evaluated = steps.evaluate(config, options, target, dataset, trained)
-    report = steps.write_report(config, dataset, profile, edges, plans, trained, evaluated)
-    steps.register(config, trained, report)
-    return report
+    evaluated = steps.evaluate(config, options, target, dataset, Path(trained["run_dir"]) / "drafter")
+    return steps.write_report(config, dataset, profile, edges, plans, trained, evaluated)

@@ -155,6 +155,14 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             "validation loss",
             f"{show(report['validation']['loss_first'])} -> {show(report['validation']['loss_last'])}",
         ),
+        *evaluation_rows(evaluation),
+        ("MLflow run", str(report["mlflow_run_id"])),
+    ]
+
+
+def evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the terminal shows of an evaluation."""
+    return [
         (
             "acceptance length (95% interval)",
             f"{show(evaluation.get('acceptance_length'))} ({show(evaluation.get('acceptance_interval'))}) "
@@ -166,7 +174,6 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{show(evaluation.get('baseline_tokens_per_second'), 1)}, "
             f"{show(evaluation.get('speculative_tokens_per_second'), 1)}",
         ),
-        ("MLflow run", str(report["mlflow_run_id"])),
     ]
 
 
@@ -260,6 +267,7 @@ def write_report(
     tracking.log_summary(
         settings,
         trained["mlflow_run_id"],
+        tags={"deployment": settings.deployment},
         metrics=final_metrics(report),
         artifacts=[
             (run_dir / "report.md", None),
@@ -268,6 +276,12 @@ def write_report(
             (run_dir / "plots", "plots"),
             (run_dir / "drafter", "drafter"),
         ],
+    )
+    tracking.register_drafter(
+        settings,
+        trained["mlflow_run_id"],
+        f"dflash-{settings.deployment}",
+        {"run_key": trained["key"], "target": settings.target.name, "strategy": settings.batching.strategy},
     )
     return report
 

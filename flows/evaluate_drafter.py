@@ -1,0 +1,34 @@
+"""Real speculative decoding with a trained drafter: the deployment's latest, or one named by `drafter_path`."""
+# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+
+import sys
+
+from flows import cli
+
+if __name__ == "__main__":
+    sys.exit(cli.main("evaluate-drafter"))
+
+from pathlib import Path
+
+from dflash_core.config import RunConfig, UserError
+from flows import steps
+from flows.deployments import EvaluateOptions
+from flows.entry import run_flow
+from tasks import report, runs
+
+
+@run_flow("evaluate-drafter")
+def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, object]:
+    """Returns the evaluation."""
+    steps.check_options(options)
+    place = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
+    directory = place / "drafter" if (place / "drafter").is_dir() else place
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"drafter_path: {str(place)!r} holds no drafter; allowed: a run's directory or its drafter/"
+        )
+    target = steps.prepare_target(config, options)
+    dataset = steps.ingest_all(config, options, target)
+    evaluated = steps.evaluate(config, options, target, dataset, directory.resolve())
+    report.print_table(f"{config.deployment}: {directory}", report.evaluation_rows(evaluated["evaluation"]))
+    return evaluated["evaluation"]
