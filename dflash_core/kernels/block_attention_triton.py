@@ -288,7 +288,10 @@ def _key_gradient(
     offsets = _query_offsets(row0, rows, G, R, H)
     q = _load(q_ptr + base, offsets, inside, H, TILE_H, MASKED)
     do = _load(dout_ptr + base, offsets, inside, H, TILE_H, MASKED)
-    lse = tl.load(lse_ptr + rows)
+    if MASKED:
+        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # no row: probability 0
+    else:
+        lse = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     p = tl.math.exp2(s * scale_log2 - lse[None, :])
@@ -297,7 +300,7 @@ def _key_gradient(
             lo, hi = _row_slots(rows, K, R)
         else:
             lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
-        visible = (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :]) & inside[None, :]
+        visible = (keys[:, None] >= lo[None, :]) & (keys[:, None] < hi[None, :])
         p = tl.where(visible, p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
