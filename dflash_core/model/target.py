@@ -276,7 +276,7 @@ class Target:
         def keep(slot: int, hidden: torch.Tensor) -> None:
             features[..., slot * self.width_D : (slot + 1) * self.width_D] = hidden.to(self.device)
 
-        cache.positions_BK = positions_BK
+        cache.begin(positions_BK)
         with self._hooks(keep, stop_early=False):
             out = self.decoder(
                 input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False, decode_cache=cache

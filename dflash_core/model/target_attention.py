@@ -45,28 +45,37 @@ class DecodeCache:
     """
 
     num_slots: int
-    positions_BK: torch.Tensor | None = None  # of the tokens of the coming forward
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def begin(self, positions_BK: torch.Tensor) -> None:
+        """Say where the tokens of the coming forward stand."""
+        self.positions_BK = positions_BK
+        self.end = int(positions_BK.max()) + 1
+        assert self.end <= self.num_slots, f"position {self.end - 1} in a cache of {self.num_slots} slots"
+        self.slots = torch.arange(self.end, device=positions_BK.device)
+        self.visible = self.slots <= positions_BK[:, None, :, None]  # [B, 1, K, slots]
 
     def update(
         self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new keys and values; returns views [B, G, slots, H] over all that may be seen now."""
-        assert self.positions_BK is not None
         num_rows, num_groups, _, head_dim = key_BGKH.shape
         if layer not in self.layers:
             shape = (num_rows, num_groups, self.num_slots, head_dim)
             # zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN
-            self.layers[layer] = (
-                key_BGKH.new_zeros(shape),
-                value_BGKH.new_zeros((*shape[:3], value_BGKH.shape[3])),
-            )
+            values = value_BGKH.new_zeros((*shape[:3], value_BGKH.shape[3]))
+            self.layers[layer] = (key_BGKH.new_zeros(shape), values)
         rows_B1 = torch.arange(num_rows, device=key_BGKH.device)[:, None]
-        end = int(self.positions_BK.max()) + 1
         keys, values = self.layers[layer]
         keys[rows_B1, :, self.positions_BK] = key_BGKH.transpose(1, 2)
         values[rows_B1, :, self.positions_BK] = value_BGKH.transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+    def mask(self, window: int | None) -> torch.Tensor:
+        """What each new token sees of its row's slots, bool [B, 1, K, slots]."""
+        if window is None:
+            return self.visible
+        return self.visible & (self.slots > self.positions_BK[:, None, :, None] - window)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop finished rows."""
@@ -98,9 +107,9 @@ def attention(
             )
     if decode_cache is not None:
         key, value = decode_cache.update(module.layer_idx, key, value)  # type: ignore[arg-type]
-        return _cached(query, key, value, decode_cache.positions_BK, scaling, sliding_window).transpose(
-            1, 2
-        ), None
+        mask, gqa = decode_cache.mask(sliding_window), query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2), None
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
@@ -148,24 +157,6 @@ def _causal(
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
     distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
     visible = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
-
-
-def _cached(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions_BK: torch.Tensor | None,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Queries at `positions_BK` over cache slots numbered by position: slot p is seen iff p <= position."""
-    assert positions_BK is not None
-    slots = torch.arange(key.shape[2], device=key.device)
-    visible = slots <= positions_BK[:, None, :, None]
-    if window is not None:
-        visible &= slots > positions_BK[:, None, :, None] - window
-    gqa = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
 
 

@@ -1,0 +1,331 @@
+"""Speculative decoding with a DFlash drafter, plain decoding beside it, and the evaluation that compares
+them.
+
+A step of a row whose first n positions are known to both models, with the token of position n (the anchor)
+chosen and not yet read by the target:
+
+    draft     the drafter fills slots 1..K-1 of [anchor, MASK, ...] at positions n..n+K-1 over its context
+    0..n-1 verify    the target reads [anchor, drafts] at the same positions over its cache
+    accept    greedy: the longest run of drafts that are the target's own argmax, then the target's next
+    token;
+              sampling: the rule of Leviathan et al. (arXiv 2211.17192), whose output is distributed as the
+                  target's
+
+Output is the target's own, whatever the drafter proposes. Rows advance at their own pace: both caches are
+addressed by position, and what a row rejected is overwritten before anyone looks. The drafter's context keys
+and values are projected once for each position and kept by layer.
+
+Random numbers come from a stream of each prompt's own, so a prompt's answer does not depend on the batch it
+is in.
+
+Shape letters: B rows, K block size, S prompt positions, M cache slots, D width, V vocabulary, G key/value
+heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_core.config import UserError
+from dflash_core.model.acceptance import Generation, bfloat16_steps
+from dflash_core.model.drafter import DFlashDrafter
+from dflash_core.model.target import DecodeCache, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Token ids up to and including the generation prompt, and what group they are reported under."""
+
+    token_ids: tuple[int, ...]
+    prompt_set: str = "prompts"
+    category: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen and when a prompt ends."""
+
+    max_new_tokens: int
+    temperature: float = 0.0  # 0: greedy
+    seed: int = 0
+    batch_size: int = 1
+
+
+@dataclass
+class Decoded:
+    """Answers in the order of the prompts, and the wall time of all of them, prefill included."""
+
+    generations: list[Generation]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(g.token_ids) for g in self.generations) / self.seconds if self.seconds else 0.0
+
+
+class DrafterContext:
+    """The drafter's view of accepted tokens: keys and values by layer, at the slot of their position."""
+
+    def __init__(self, drafter: DFlashDrafter, num_rows: int, num_slots: int, like: Tensor) -> None:
+        self.drafter, self.num_rows, self.num_slots = drafter, num_rows, num_slots
+        shape = (num_rows * num_slots, drafter.shape.num_kv_heads, drafter.shape.head_dim)
+        self.layers = [
+            (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(drafter.shape.num_layers)
+        ]
+
+    def append(self, features_BKF: Tensor, positions_BK: Tensor) -> None:
+        """Project and store features at their positions, rejected ones too: see the module's docstring."""
+        keys = self.layers[0][0]
+        context = self.drafter.project_context(features_BKF.flatten(0, 1).to(keys.dtype))
+        rows_B1 = torch.arange(self.num_rows, device=keys.device)[:, None] * self.num_slots
+        slots = (rows_B1 + positions_BK).flatten()
+        for stored, new in zip(self.layers, self.drafter.project_layers(context, positions_BK.flatten())):
+            for buffer, rows in zip(stored, new):
+                buffer[slots] = rows
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop finished rows."""
+        kept = [
+            tuple(x.unflatten(0, (self.num_rows, self.num_slots))[rows].flatten(0, 1) for x in pair)
+            for pair in self.layers
+        ]
+        self.layers = [(k, v) for k, v in kept]
+        self.num_rows = len(rows)
+
+    def draft_logits(self, target: Target, anchor_tokens_B: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logits [B, K - 1, V] of the slots after anchors at positions `lengths_B`."""
+        shape = self.drafter.shape
+        ids_BK = anchor_tokens_B.new_full((self.num_rows, shape.block_size), shape.mask_token_id)
+        ids_BK[:, 0] = anchor_tokens_B
+        embeds_BKD = torch.nn.functional.embedding(ids_BK, target.embed_weight)
+        start_B = torch.arange(self.num_rows, device=ids_BK.device, dtype=torch.int32) * self.num_slots
+        hidden_BKD = self.drafter.forward_blocks(
+            embeds_BKD, self.layers, context_start_A=start_B, anchor_A=start_B + lengths_B.int()
+        )
+        return target.logits(hidden_BKD[:, 1:])
+
+
+class _Rows:
+    """The unfinished rows of a batch: their answers, lengths and random streams."""
+
+    def __init__(
+        self, target: Target, prompts: Sequence[Prompt], first_index: int, sampling: Sampling, margin: int
+    ) -> None:
+        self.target, self.sampling = target, sampling
+        self.generations = [Generation() for _ in prompts]
+        self.live = list(range(len(prompts)))
+        self.streams = [
+            np.random.Generator(np.random.Philox(key=[sampling.seed, first_index + i]))
+            for i in range(len(prompts))
+        ]
+        lengths = [len(p.token_ids) for p in prompts]
+        self.num_slots = max(lengths) + sampling.max_new_tokens + margin
+        self.cache = DecodeCache(self.num_slots)
+        self.lengths_B = torch.tensor(lengths, device=target.device)
+        tokens = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
+        for row, prompt in zip(tokens, prompts):
+            row[: len(prompt.token_ids)] = prompt.token_ids
+        self.prompt_ids_BS = torch.as_tensor(tokens, device=target.device)
+
+    def prefill(self) -> tuple[Tensor, Tensor]:
+        """Read the prompts; returns features [B, S, L * D] and their positions.
+
+        Rows are padded on the right: what is written for padding lies above a row's length.
+        """
+        size = self.prompt_ids_BS.shape
+        positions_BS = torch.arange(size[1], device=self.target.device).expand(size)
+        hidden_BSD, features = self.target.decode(self.prompt_ids_BS, self.cache, positions_BS)
+        last_BD = hidden_BSD[torch.arange(size[0], device=hidden_BSD.device), self.lengths_B - 1]
+        self.choose(self.target.logits(last_BD))
+        return features, positions_BS
+
+    def choose(self, logits_BV: Tensor) -> None:
+        """The target's own next token of each live row becomes its anchor."""
+        if self.sampling.temperature:
+            tokens_B = sample(probabilities(logits_BV, self.sampling.temperature), self.uniforms(1)[:, 0])
+        else:
+            top = logits_BV.float().topk(2, dim=-1)
+            tokens_B = top.indices[:, 0]
+            for i, margin in zip(self.live, bfloat16_steps(*top.values.cpu().numpy().T)):
+                self.generations[i].margins.append(float(margin))
+        self.anchors_B = tokens_B
+        for i, token in zip(self.live, tokens_B.tolist()):
+            self.generations[i].first(token, limit=self.sampling.max_new_tokens, eos_ids=self.target.eos_ids)
+
+    def uniforms(self, count: int) -> Tensor:
+        """[B, count] numbers in [0, 1), each row from its prompt's own stream."""
+        drawn = np.stack([self.streams[i].random(count) for i in self.live])
+        return torch.as_tensor(drawn, device=self.target.device)
+
+    def drop_finished(self) -> Tensor | None:
+        """Rows that go on, when some do not; None when nothing changes."""
+        keep = [row for row, i in enumerate(self.live) if not self.generations[i].finished]
+        if len(keep) == len(self.live):
+            return None
+        self.live = [self.live[row] for row in keep]
+        rows = torch.tensor(keep, dtype=torch.int64, device=self.target.device)
+        self.lengths_B, self.anchors_B = self.lengths_B[rows], self.anchors_B[rows]
+        self.cache.keep_rows(rows)
+        return rows
+
+
+@torch.inference_mode()
+def plain_decode(
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, *, first_prompt: int = 0
+) -> Decoded:
+    """The target alone, one token a step, with a cache: the baseline, and the truth of greedy decoding.
+
+    `first_prompt` is the number of the first prompt where these are a part of more: it names the random
+    streams.
+    """
+    started, generations = time.perf_counter(), []
+    for first in range(0, len(prompts), sampling.batch_size):
+        batch = prompts[first : first + sampling.batch_size]
+        rows = _Rows(target, batch, first_prompt + first, sampling, margin=0)
+        rows.prefill()
+        rows.drop_finished()
+        while rows.live:
+            positions_B1 = rows.lengths_B[:, None]
+            hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, positions_B1)
+            rows.lengths_B = rows.lengths_B + 1
+            rows.choose(target.logits(hidden_B1D[:, 0]))
+            rows.drop_finished()
+        generations += rows.generations
+    return Decoded(generations, time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def speculative_decode(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    first_prompt: int = 0,
+) -> Decoded:
+    """The target's own output, several tokens a step where the drafter guesses right. See `plain_decode`.
+
+    Raises:
+        UserError: the drafter was trained for other layers, another width or another vocabulary.
+    """
+    check_pair(target, drafter)
+    block_size = drafter.shape.block_size
+    slots_K = torch.arange(block_size, device=target.device)
+    started, generations = time.perf_counter(), []
+    for first in range(0, len(prompts), sampling.batch_size):
+        batch = prompts[first : first + sampling.batch_size]
+        rows = _Rows(target, batch, first_prompt + first, sampling, margin=block_size)
+        features, positions = rows.prefill()
+        context = DrafterContext(drafter, len(rows.live), rows.num_slots, like=target.embed_weight)
+        context.append(features, positions)
+        if (kept := rows.drop_finished()) is not None:
+            context.keep_rows(kept)
+        while rows.live:
+            positions_BK = rows.lengths_B[:, None] + slots_K
+            draft_logits_BkV = context.draft_logits(target, rows.anchors_B, rows.lengths_B)
+            drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
+            block_BK = torch.cat([rows.anchors_B[:, None], drafts_Bk], dim=1)
+            hidden_BKD, features = target.decode(block_BK, rows.cache, positions_BK)
+            context.append(features, positions_BK)
+            accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
+            for i, drafts, count, bonus in zip(
+                rows.live, drafts_Bk.tolist(), accepted_B.tolist(), bonus_B.tolist()
+            ):
+                rows.generations[i].take(
+                    drafts[:count],
+                    bonus,
+                    num_drafted=block_size - 1,
+                    limit=sampling.max_new_tokens,
+                    eos_ids=target.eos_ids,
+                )
+            rows.lengths_B = rows.lengths_B + accepted_B + 1
+            rows.anchors_B = bonus_B
+            if (kept := rows.drop_finished()) is not None:
+                context.keep_rows(kept)
+        generations += rows.generations
+    return Decoded(generations, time.perf_counter() - started)
+
+
+def check_pair(target: Target, drafter: DFlashDrafter) -> None:
+    """A drafter reads exactly the layers it was trained on, of a target of its own width and vocabulary."""
+    shape = drafter.shape
+    facts = {
+        "target_layer_ids": (list(shape.target_layer_ids), list(target.layer_ids)),
+        "num_target_layers": (shape.num_target_layers, len(target.layers)),
+        "hidden_size": (shape.hidden_size, target.width_D),
+        "vocab_size": (shape.vocab_size, target.embed_weight.shape[0]),
+    }
+    for name, (trained, found) in facts.items():
+        if trained != found:
+            raise UserError(
+                f"drafter: {name} is {trained}, the target has {found}; allowed: the target it was made for"
+            )
+
+
+def probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) in float64: the acceptance rule compares ratios and differences of it."""
+    return torch.softmax(logits.double() / temperature, dim=-1)
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from unnormalised weights [..., V] by one number of [0, 1) each.
+
+    The first index whose running sum exceeds that share of the total; an index of weight zero is never drawn.
+    """
+    running = weights.cumsum(-1)
+    drawn = torch.searchsorted(running, (uniforms * running[..., -1])[..., None], right=True)[..., 0]
+    return drawn.clamp(max=weights.shape[-1] - 1)
+
+
+def accept_greedy(drafts_Bk: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
+    """How many leading drafts are the target's own argmax, and its argmax after those: [B] each.
+
+    Drafts 5 7 9 against the target's 5 7 4 8: two accepted, then 4.
+    """
+    own_BK = target_logits_BKV.argmax(-1)
+    accepted_B = (drafts_Bk == own_BK[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+    return accepted_B, own_BK.gather(1, accepted_B[:, None])[:, 0]
+
+
+def accept_sampled(
+    drafts_Bk: Tensor, draft_probs_BkV: Tensor, target_probs_BKV: Tensor, uniforms_BK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The lossless rule (arXiv 2211.17192, algorithm 1): accepted drafts and the token after them, [B] each.
+
+    Draft k is kept while u_k < p_k(d_k) / q_k(d_k). The next token is drawn from max(p - q, 0), normalised,
+    at the first rejection, and from p behind the last draft; so every emitted token is distributed as p.
+    """
+    index = drafts_Bk[..., None]
+    ratio_Bk = (target_probs_BKV[:, :-1].gather(2, index) / draft_probs_BkV.gather(2, index))[..., 0]
+    accepted_B = (uniforms_BK[:, :-1] < ratio_Bk).long().cumprod(dim=1).sum(dim=1)
+    rows = torch.arange(len(drafts_Bk), device=drafts_Bk.device)
+    target_BV = target_probs_BKV[rows, accepted_B]
+    rejected_B = accepted_B < drafts_Bk.shape[1]
+    draft_BV = draft_probs_BkV[rows, accepted_B.clamp(max=drafts_Bk.shape[1] - 1)]
+    residual_BV = (target_BV - draft_BV).clamp(min=0)
+    # p == q to the last bit leaves nothing to draw from, and then a rejection cannot have happened but by
+    # rounding
+    use_B = rejected_B & (residual_BV.sum(-1) > 0)
+    return accepted_B, sample(torch.where(use_B[:, None], residual_BV, target_BV), uniforms_BK[:, -1])
+
+
+def _choose_drafts(logits_BkV: Tensor, rows: _Rows) -> tuple[Tensor, Tensor | None]:
+    if not rows.sampling.temperature:
+        return logits_BkV.argmax(-1), None
+    probs = probabilities(logits_BkV, rows.sampling.temperature)
+    return sample(probs, rows.uniforms(probs.shape[1])), probs
+
+
+def _accept(
+    logits_BKV: Tensor, drafts_Bk: Tensor, draft_probs: Tensor | None, rows: _Rows
+) -> tuple[Tensor, Tensor]:
+    if draft_probs is None:
+        return accept_greedy(drafts_Bk, logits_BKV)
+    target_probs = probabilities(logits_BKV, rows.sampling.temperature)
+    return accept_sampled(drafts_Bk, draft_probs, target_probs, rows.uniforms(logits_BKV.shape[1]))
