@@ -152,6 +152,9 @@ class ObjectiveConfig:
 
     num_anchors: int = 512  # per sample and epoch, drawn without replacement from its eligible positions
     labels: Literal["data", "target"] = "data"  # target: the target's argmax (responses it did not write)
+    # labels of the target only: a block is supervised up to its first slot where the target disagrees with the data,
+    # that slot included; later labels would answer tokens that the target, decoding, would not have put there
+    stop_at_disagreement: bool = False
     loss: Literal["cross_entropy", "kl"] = "cross_entropy"  # kl: forward KL to the target's logits
     weighting: Literal["decay", "dpace"] = "decay"  # dpace: arXiv 2605.18810
     gamma: float | None = None  # decay: w_k = exp(-(k - 1) / gamma); None: 7, 5, 4 for block sizes 16, 10, 8
@@ -159,6 +162,12 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         _require(self.num_anchors >= 1, "objective.num_anchors", self.num_anchors, ">= 1")
+        _require(
+            not self.stop_at_disagreement or self.labels == "target",
+            "objective.stop_at_disagreement",
+            self.stop_at_disagreement,
+            "false with labels of the data; true only with objective.labels = target",
+        )
         _require(self.gamma is None or self.gamma > 0, "objective.gamma", self.gamma, "> 0 or null")
         _require(0 <= self.dpace_alpha <= 1, "objective.dpace_alpha", self.dpace_alpha, "0 to 1")
 

@@ -203,7 +203,9 @@ class Attention(nn.Module):
         tables: tuple[Tensor, Tensor],
         context_start_A: Tensor,
         anchor_A: Tensor,
+        keep_P: Tensor | None = None,
     ) -> Tensor:
+        """[A, K, D], or [P, D] of the slots to keep."""
         q_AKNH = self.q_proj(x_AKD).unflatten(-1, (-1, self.head_dim))
         q_AKNH = rotate(self.q_norm(q_AKNH), *tables)
         k_AKGH, v_AKGH = self.keys_values(x_AKD, *tables)
@@ -216,7 +218,7 @@ class Attention(nn.Module):
             anchor_A=anchor_A,
             sliding_window=self.sliding_window,
         )
-        return self.o_proj(out_AKNH.flatten(-2))
+        return self.o_proj(_keep(out_AKNH.flatten(-2), keep_P))
 
 
 class MLP(nn.Module):
@@ -242,9 +244,26 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x_AKD: Tensor, *where: Any) -> Tensor:
-        x_AKD = x_AKD + self.self_attn(self.input_layernorm(x_AKD), *where)
-        return x_AKD + self.mlp(self.post_attention_layernorm(x_AKD))
+    def forward(
+        self,
+        x_AKD: Tensor,
+        context: LayerContext,
+        tables: tuple[Tensor, Tensor],
+        context_start_A: Tensor,
+        anchor_A: Tensor,
+        keep_P: Tensor | None = None,
+    ) -> Tensor:
+        """[A, K, D], or [P, D] of the slots to keep."""
+        attended = self.self_attn(
+            self.input_layernorm(x_AKD), context, tables, context_start_A, anchor_A, keep_P
+        )
+        x = _keep(x_AKD, keep_P) + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _keep(x_AKD: Tensor, keep_P: Tensor | None) -> Tensor:
+    """Slots by flat index, or all of them as they are."""
+    return x_AKD if keep_P is None else x_AKD.flatten(0, 1).index_select(0, keep_P)
 
 
 class DFlashDrafter(nn.Module):
@@ -278,7 +297,13 @@ class DFlashDrafter(nn.Module):
         return [layer.self_attn.keys_values(context_TD, *tables) for layer in self.layers]
 
     def forward_blocks(
-        self, embeds_AKD: Tensor, context: list[LayerContext], *, context_start_A: Tensor, anchor_A: Tensor
+        self,
+        embeds_AKD: Tensor,
+        context: list[LayerContext],
+        *,
+        context_start_A: Tensor,
+        anchor_A: Tensor,
+        keep_P: Tensor | None = None,
     ) -> Tensor:
         """Final hidden states of blocks, after the last norm: what the target's lm_head reads.
 
@@ -289,15 +314,20 @@ class DFlashDrafter(nn.Module):
             anchor_A: int32, packed row of the block's anchor. Non-decreasing. Slot k stands at position
                 anchor - context_start + k, past the sample's end too.
 
+            keep_P: None, or flat indices a * K + k of the slots whose final state is wanted: the last layer's
+                MLP
+                (most of its cost) runs for these alone. All slots are attended to as ever.
+
         Returns:
-            hidden_AKD. Slot k predicts the token at position k of the block, no shift; slot 0 is the known
-            anchor.
+            hidden_AKD, or [P, D] of the slots to keep. Slot k predicts the token at position k of the block,
+            no shift; slot 0 is the known anchor.
         """
         slot_K = torch.arange(embeds_AKD.shape[1], device=embeds_AKD.device)
         tables = self._tables((anchor_A - context_start_A)[:, None] + slot_K, embeds_AKD.dtype)
         x_AKD = embeds_AKD
-        for layer, layer_context in zip(self.layers, context):
-            x_AKD = layer(x_AKD, layer_context, tables, context_start_A, anchor_A)
+        for i, (layer, layer_context) in enumerate(zip(self.layers, context)):
+            keep = keep_P if i == len(self.layers) - 1 else None
+            x_AKD = layer(x_AKD, layer_context, tables, context_start_A, anchor_A, keep)
         return self.norm(x_AKD)
 
     def num_parameters(self) -> int:

@@ -87,17 +87,31 @@ class LossSums:
 
 
 def supervised_slots(
-    loss_mask_T: Tensor, anchor_A: Tensor, sample_end_A: Tensor, *, block_size: int
+    loss_mask_T: Tensor,
+    anchor_A: Tensor,
+    sample_end_A: Tensor,
+    *,
+    block_size: int,
+    agrees_T: Tensor | None = None,
 ) -> Tensor:
     """Which slots have a label, bool [A, K].
 
-    Slot 0 is the known anchor. From slot 1 on, supervision lasts until the first token that is not supervised
-    or the sample's end, and does not start again: no drafting across a user turn, none into the next sample
-    of a pack. Mask 0 1 1 1 0 1 | 1 1 (two samples), block size 4: anchor 1 -> slots 1, 2; anchor 2 -> slot 1.
+    Slot 0 is the known anchor. From slot 1 on, supervision lasts until the first token that is not
+    supervised or the sample's end, and does not start again: no drafting across a user turn, none into the
+    next sample of a pack. Mask 0 1 1 1 0 1 | 1 1 (two samples), block size 4: anchor 1 -> slots 1, 2;
+    anchor 2 -> slot 1.
+
+    With `agrees_T` (whether a row's token is what the target would have put there) supervision also ends
+    after the first slot that does not agree. Up to there the data's tokens are the target's own greedy
+    continuation, so each label is what verification compares with; a later label would answer tokens that
+    never come up in decoding.
     """
     row_AK = anchor_A.long()[:, None] + torch.arange(block_size, device=anchor_A.device)
     inside_AK = row_AK < sample_end_A.long()[:, None]
-    mask_AK = loss_mask_T.bool()[row_AK.clamp(max=max(0, len(loss_mask_T) - 1))] & inside_AK
+    row_AK = row_AK.clamp(max=max(0, len(loss_mask_T) - 1))
+    mask_AK = loss_mask_T.bool()[row_AK] & inside_AK
+    if agrees_T is not None:
+        mask_AK[:, 2:] &= agrees_T[row_AK[:, 1:-1]]
     mask_AK[:, 0] = True
     supervised_AK = mask_AK.long().cumprod(dim=1).bool()
     supervised_AK[:, 0] = False
@@ -105,7 +119,7 @@ def supervised_slots(
 
 
 def decay_gamma(block_size: int) -> float:
-    """Default decay: 4, 5, 7 for block sizes 8, 10, 16 (arXiv 2602.06036); between and outside in proportion."""
+    """Default decay: 4, 5, 7 for block sizes 8, 10, 16 (arXiv 2602.06036), linear between."""
     if block_size <= 10:
         return block_size / 2
     return float(np.interp(block_size, [10, 16], [5, 7])) if block_size <= 16 else block_size * 7 / 16
@@ -203,6 +217,7 @@ def microbatch_loss(
         labels_T = target_labels(last_hidden, heads.head_VD, loss_mask, cu_seqlens)
     labels_T = token_ids if objective.labels == "data" else labels_T
     assert labels_T is not None
+    agrees_T = labels_T == token_ids if objective.stop_at_disagreement else None
     assert objective.loss != "kl" or last_hidden is not None, "forward KL needs last_hidden"
     sums = LossSums.zeros(drafter.shape.block_size, features.device)
     with contextlib.nullcontext() if backward else torch.no_grad():
@@ -210,12 +225,18 @@ def microbatch_loss(
         leaves = [
             (k.detach().requires_grad_(backward), v.detach().requires_grad_(backward)) for k, v in context
         ]
-        for blocks in _chunks(drafter, loss_mask, cu_seqlens, anchors, anchor_sample, max_draft_slots):
+        for blocks in _chunks(
+            drafter, loss_mask, cu_seqlens, anchors, anchor_sample, agrees_T, max_draft_slots
+        ):
             embeds_AKD = block_embeddings(heads, token_ids[blocks.anchor_A.long()], mask_token_id, drafter)
-            hidden_AKD = drafter.forward_blocks(
-                embeds_AKD, leaves, context_start_A=blocks.context_start_A, anchor_A=blocks.anchor_A
+            hidden_PD = drafter.forward_blocks(
+                embeds_AKD,
+                leaves,
+                context_start_A=blocks.context_start_A,
+                anchor_A=blocks.anchor_A,
+                keep_P=blocks.slot_P,
             )
-            loss_sum, chunk_sums = _chunk_loss(heads, hidden_AKD, blocks, labels_T, last_hidden, objective)
+            loss_sum, chunk_sums = _chunk_loss(heads, hidden_PD, blocks, labels_T, last_hidden, objective)
             if backward:
                 loss_sum.backward()
             sums = sums + chunk_sums
@@ -248,6 +269,7 @@ def _chunks(
     cu_seqlens: Tensor,
     anchors: Tensor,
     anchor_sample: Tensor,
+    agrees_T: Tensor | None,
     max_draft_slots: int,
 ) -> Iterator[_Blocks]:
     """Whole blocks, at most `max_draft_slots` slots a chunk; one empty chunk when there is no anchor."""
@@ -255,7 +277,7 @@ def _chunks(
     bounds = cu_seqlens.to(anchors.device).int()
     start_A, end_A = bounds[anchor_sample.long()], bounds[anchor_sample.long() + 1]
     anchor_A = anchors.int()
-    supervised_AK = supervised_slots(loss_mask, anchor_A, end_A, block_size=block_size)
+    supervised_AK = supervised_slots(loss_mask, anchor_A, end_A, block_size=block_size, agrees_T=agrees_T)
     blocks_a_chunk = max(1, max_draft_slots // block_size)
     for begin in range(0, max(1, len(anchor_A)), blocks_a_chunk):
         chunk = slice(begin, begin + blocks_a_chunk)
@@ -265,7 +287,7 @@ def _chunks(
 
 def _chunk_loss(
     heads: TargetHeads,
-    hidden_AKD: Tensor,
+    hidden_PD: Tensor,
     blocks: _Blocks,
     labels_T: Tensor,
     last_hidden: Tensor | None,
@@ -279,9 +301,7 @@ def _chunk_loss(
     if objective.loss == "kl":
         assert last_hidden is not None
         soft_target_PD = last_hidden[row_P - 1].to(heads.head_VD.dtype)
-    result = linear_cross_entropy(
-        hidden_AKD.flatten(0, 1)[blocks.slot_P], heads.head_VD, labels_T[row_P], soft_target_PD=soft_target_PD
-    )
+    result = linear_cross_entropy(hidden_PD, heads.head_VD, labels_T[row_P], soft_target_PD=soft_target_PD)
     if objective.weighting == "dpace":
         log_prob_AK = result.log_prob_P.new_zeros(num_blocks * block_size)
         log_prob_AK[blocks.slot_P] = result.log_prob_P

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dflash_core.config import ObjectiveConfig
+from dflash_core.config import ObjectiveConfig, UserError
 from dflash_core.model.loss import (
     LossSums,
     decay_gamma,
@@ -42,6 +42,25 @@ def test_supervision_does_not_enter_the_next_sample_of_a_pack():
     """Two samples of 8; the second has no prompt, so that only the sample's end stops the block at row 6."""
     mask = [0, 0, 0, 0, 0, 1, 1, 1] + [1] * 8
     assert slots(mask, [5, 6, 8, 14], [8, 8, 16, 16]) == [".xx.", ".x..", ".xxx", ".x.."]
+
+
+def test_supervision_stops_after_the_first_disagreement():
+    """Tokens where the target agrees: rows 3, 4 and 6. The slot that disagrees is supervised, the next is not."""
+    mask, agrees = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 0, 1, 1]).bool()
+    anchors, ends = torch.tensor([2, 4, 5, 6]), torch.full((4,), 8)
+    result = supervised_slots(mask, anchors, ends, block_size=5, agrees_T=agrees).int().tolist()
+    assert result == [[0, 1, 1, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]]
+
+
+def test_stop_at_disagreement_of_a_microbatch():
+    case, drafter = make_case(), make_drafter()
+    labels = case.token_ids.clone()
+    labels[3] += 1  # only the block at row 2 has slots after row 3: rows 4 and 5
+    objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
+    sums = run(drafter, case, objective, labels_T=labels, last_hidden=None)
+    assert sums.count_K.tolist() == [0, 12, 6, 5]  # against 12 7 6
+    with pytest.raises(UserError, match="objective.stop_at_disagreement"):
+        ObjectiveConfig(stop_at_disagreement=True)
 
 
 def test_supervision_counts_of_a_microbatch():
