@@ -35,11 +35,12 @@ def advise(config: RunConfig, options: FlowOptions) -> dict[str, object]:
         steps.target_directory(config, target), config, measured, loaded[config.batching.strategy]
     )
     table = {name: figures[name] | advice.predict(plan, model) for name, plan in loaded.items()}
+    epochs = config.training.epochs
     rows = [
         (
             name,
             f"{row['tokens_per_second']:,.0f} real tokens/s, "
-            f"{timedelta(seconds=round(row['seconds'] * config.training.epochs))} for {config.training.epochs} "
+            f"{timedelta(seconds=round(row['seconds'] * epochs))} for {epochs} "
             f"epochs, padding efficiency {row['padding_efficiency']:.4f}, mixing {row['mixing_step']:.2f}, "
             f"{row['padded_shapes']:.0f} shapes",
         )

@@ -1,8 +1,9 @@
 """The command line of every flow: `python -m flows.<flow> NAME [--param key=JSON ...]`.
 
-It reads the named parameter set, checks every setting, sets the environment that Prefect and MLflow read when they are
-imported, and only then imports the flow. Exit codes: 0 done, 2 a user's mistake, 130 interrupted, 1 anything else.
-A mistake or a failure is one message on stderr; the whole story, tracebacks included, is in the log file it names.
+It reads the named parameter set, checks every setting, sets the environment that Prefect and MLflow read when
+they are imported, and only then imports the flow. Exit codes: 0 done, 2 a user's mistake, 130 interrupted, 1
+anything else. A mistake or a failure is one message on stderr; the whole story, tracebacks included, is in
+the log file it names.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def set_environment(storage_root: str) -> Path:
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the default of 20 s is too short on a slow disk
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the default, 20 s, is too short
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # the embedded server reports its own shutdown as an error
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # its own shutdown is logged as an error
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}",
@@ -137,7 +138,8 @@ def _parser(flow_name: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="deployments (parameter sets of prefect.yaml):\n"
         + "\n".join(lines)
-        + "\n\nparameters: the sections of a run (target, data, batching, drafter, objective, optimizer, training,\n"
+        + "\n\nparameters: the sections of a run (target, data, batching, drafter, objective, optimizer, "
+        "training,\n"
         "evaluation, tracking), storage_root, deployment"
         + "".join(f", {name}" for name in info.option_names())
         + "\n\nexamples:\n"
@@ -153,7 +155,7 @@ def _parser(flow_name: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=JSON",
-        help="change one parameter; a mapping changes the keys it names; KEY may be dotted (training.epochs=2)",
+        help="change one parameter; a mapping changes the keys it names; KEY may be dotted",
     )
     parser.add_argument("--show", action="store_true", help="print the settings that would be used, and exit")
     return parser
@@ -177,7 +179,7 @@ def _run(flow_name: str, parameters: dict[str, Any]) -> int:
             raise cause from error
         logging.getLogger().error("the flow failed", exc_info=error)
         print(
-            f"error: {flow_name}/{parameters['deployment']}: {type(error).__name__}: {error}\nlog: {log_path}",
+            f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}",
             file=sys.stderr,
         )
         return EXIT_FAILED

@@ -1,8 +1,9 @@
 """Named runs: the parameter sets of `prefect.yaml`, and how they merge into a `RunConfig`.
 
-A run's settings are, later ones winning key by key: the defaults of `dflash_core.config`, the parameters of the
-deployment in `prefect.yaml`, what the user gives. So `{"training": {"epochs": 2}}` changes one key of the named set.
-The command line and the flow bodies both resolve through here, with or without a Prefect server. Imports no prefect.
+A run's settings are, later ones winning key by key: the defaults of `dflash_core.config`, the parameters of
+the deployment in `prefect.yaml`, what the user gives. So `{"training": {"epochs": 2}}` changes one key of the
+named set. The command line and the flow bodies both resolve through here, with or without a Prefect server.
+Imports no prefect.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class CompareOptions(FlowOptions):
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     seeds: tuple[int, ...] = (0,)
+    check_initial_loss: bool = (
+        True  # compute the first weights' mean loss over the first epoch of every strategy
+    )
 
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):
@@ -105,12 +109,15 @@ FLOWS = {
 
 
 def module_of(flow_name: str) -> str:
-    """Module and function that hold a flow: `train-dflash` -> `flows.train_dflash`, function `train_dflash`."""
+    """Module and function that hold a flow: `train-dflash` -> `flows.train_dflash`, function
+    `train_dflash`.
+    """
     return f"flows.{flow_name.replace('-', '_')}"
 
 
 def deployments(flow_name: str, path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
-    """The flow's deployments in `prefect.yaml`: name -> the deployment's mapping (description, parameters, ...).
+    """The flow's deployments in `prefect.yaml`: name -> the deployment's mapping (description, parameters,
+    ...).
 
     Raises:
         UserError: the file is missing or is not YAML.

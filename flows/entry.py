@@ -1,8 +1,8 @@
 """Makes a Prefect flow of a function that takes a `RunConfig` and its flow's options.
 
-The flow's parameters are the sections of `RunConfig`, each a partial mapping, then the options; their types are made
-from the dataclasses, so that Prefect's schema check and forms know every field. All other checking, with one message
-that names the field, happens when the settings are resolved.
+The flow's parameters are the sections of `RunConfig`, each a partial mapping, then the options; their types
+are made from the dataclasses, so that Prefect's schema check and forms know every field. All other checking,
+with one message that names the field, happens when the settings are resolved.
 """
 
 import dataclasses
@@ -57,9 +57,8 @@ def _signature(options: type[FlowOptions]) -> inspect.Signature:
                 annotation = annotation | list[str]
         parameters.append(_parameter(f.name, annotation | None))
     option_hints = typing.get_type_hints(options)
-    for f in dataclasses.fields(options):
-        parameters.append(_parameter(f.name, _plain(option_hints[f.name]) | None))
-    return inspect.Signature(parameters)
+    own = [_parameter(f.name, _plain(option_hints[f.name]) | None) for f in dataclasses.fields(options)]
+    return inspect.Signature([*parameters, *own])
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
@@ -71,8 +70,9 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: `function(config: RunConfig, options)` becomes the Prefect flow `name` over the sections.
 
-    When the run belongs to a deployment of `prefect.yaml`, that parameter set lies under what was given, so that
-    `prefect deployment run ... --param 'training={"epochs": 2}'` changes one key, as on the command line.
+    When the run belongs to a deployment of `prefect.yaml`, that parameter set lies under what was given, so
+    that `prefect deployment run ... --param 'training={"epochs": 2}'` changes one key, as on the command
+    line.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,6 @@
-"""Real speculative decoding with a trained drafter: the deployment's latest, or one named by `drafter_path`."""
+"""Real speculative decoding with a trained drafter: the deployment's latest, or one named by
+`drafter_path`.
+"""
 # ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
 
 import sys

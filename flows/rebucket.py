@@ -1,4 +1,6 @@
-"""After a change of the data or of the number of buckets: ingest of new files, profile, edges, plans; nothing else."""
+"""After a change of the data or of the number of buckets: ingest of new files, profile, edges, plans; nothing
+else.
+"""
 # ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
 
 import sys

@@ -12,7 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import buckets, ingest, length_profile, plans, report, target, train
+from tasks import buckets, compare, ingest, length_profile, plans, report, target, train
 from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
@@ -152,7 +152,8 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
     longest = profile_pointer["stats"]["max_length"]
     if longest > config.batching.token_budget:
         raise UserError(
-            f"batching.token_budget: {config.batching.token_budget} slots is less than the longest sample's {longest} "
+            f"batching.token_budget: {config.batching.token_budget} slots is less than the longest sample's "
+            f"{longest} "
             "tokens; allowed: at least that, or a lower data.max_length"
         )
     return buckets.bucket_edges(
@@ -171,8 +172,13 @@ def make_plans(
     dataset: Dataset,
     edges_pointer: Pointer,
     strategies: Sequence[str] = STRATEGIES,
+    all_epochs: bool = False,
 ) -> dict[str, list[Pointer]]:
-    """Plans of each strategy, one task an epoch: all epochs of the run's own, two of those it is compared with."""
+    """Plans of each strategy, one task an epoch: all epochs of the run's own, two of the others.
+
+    Args:
+        all_epochs: all epochs of every strategy, to train each.
+    """
     lengths = plans.lengths_of(config, dataset.shards)
     arguments = {
         "shards": dataset.shards,
@@ -185,7 +191,7 @@ def make_plans(
     for strategy in strategies:
         batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
         settings = plans.plan_settings(batching, edges_pointer["edges"])
-        own = strategy == config.batching.strategy
+        own = all_epochs or strategy == config.batching.strategy
         num_epochs = max(config.training.epochs if own else 0, plans.COMPARED_EPOCHS)
         futures[strategy] = [
             plans.build_epoch.submit(
@@ -325,3 +331,25 @@ def write_report(
     title = f"{config.deployment}, run {Path(trained['run_dir']).name} ({trained['status']})"
     report.print_table(title, [*report.summary_rows(written), ("report", f"{trained['run_dir']}/report.md")])
     return written
+
+
+def write_comparison(
+    config: RunConfig, dataset: Dataset, edges_pointer: Pointer, results: list[compare.Result]
+) -> Pointer:
+    """The comparison's report, a table in the terminal, the recommendation."""
+    lengths = plans.lengths_of(config, dataset.shards)
+    metrics = [
+        compare.read_metrics(
+            result,
+            [load_plan(config, pointer) for pointer in result.plans[: config.training.epochs]],
+            lengths,
+        )
+        for result in results
+    ]
+    found = compare.write_comparison(to_dict(config), results, metrics, edges_pointer["edges"])
+    for title, columns in (("throughput and batches", compare.SHOWN), ("training", compare.TRAINED)):
+        report.print_wide_table(f"{config.deployment}: {title}", *compare.table(found, columns))
+    report.print_table(
+        "recommendation", [("", found["recommendation"]), ("report", f"{found['directory']}/report.md")]
+    )
+    return found

@@ -23,7 +23,8 @@ def cost_model(
     """Constants from the shapes of target and drafter, scaled to a measured run where there is one.
 
     Args:
-        measured: `summary.json` of a run with the same target and drafter; None: an assumed rate of the device.
+        measured: `summary.json` of a run with the same target and drafter; None: an assumed rate of the
+            device.
         plan: a `BatchPlan` of one epoch of that run's strategy, to compare predicted with measured seconds.
     """
     shape = json.loads((target_directory / "config.json").read_text(encoding="utf-8"))
@@ -93,7 +94,8 @@ def recommend(
     if chosen == "bucketed" and knee > num_buckets:
         sentence = f"; {knee} buckets instead of {len(edges) - 1} would pad less at no cost"
     return (
-        f"Use {chosen}: {row['tokens_per_second'] / fastest:.0%} of the highest predicted throughput at a mixing of "
+        f"Use {chosen}: {row['tokens_per_second'] / fastest:.0%} of the highest predicted throughput at a "
+        f"mixing of "
         f"{row['mixing_step']:.2f} (1 = random samples) and a padding efficiency of "
         f"{row['padding_efficiency']:.3f}{sentence}."
     )

@@ -1,4 +1,6 @@
-"""Stage `edges`: bucket edges by dynamic programming over the length histogram, for every number of buckets at once."""
+"""Stage `edges`: bucket edges by dynamic programming over the length histogram, for every number of buckets
+at once.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def bucket_edges(
     chosen = min(num_buckets, len(curve.edges))
     edges = given or [int(edge) for edge in curve.edges[chosen - 1]]
     shown = min(CURVE_BUCKETS, len(curve.efficiency))
-    found = {
+    found: dict[str, Any] = {
         "edges": edges,
         "given": given is not None,
         "expected_efficiency": None if given else float(curve.efficiency[chosen - 1]),

@@ -1,14 +1,20 @@
-"""What a comparison of strategies says, from the metrics of the runs: figures, statistics of the step loss, one sentence.
+"""What a comparison of strategies says, from the metrics of the runs: figures, statistics of the step loss,
+one sentence.
 
-The design is paired: all runs of a seed see the same samples with the same anchors from the same initial weights, in
-steps closed by the same number of real tokens. What differs is who shares a microbatch and a step, and in which order.
+The design is paired: all runs of a seed see the same samples with the same anchors from the same initial
+    weights, in
+steps closed by the same number of real tokens. What differs is who shares a microbatch and a step, and in
+which order.
 
-The statistics answer one worry: do steps that hold similar samples make the loss swing? In every epoch the step loss is
-regressed on its trend (a cubic in the step), then on the trend, the step's mean length and the share of each source:
+The statistics answer one worry: do steps that hold similar samples make the loss swing? In every epoch the
+    step loss is
+regressed on its trend (a cubic in the step), then on the trend, the step's mean length and the share of each
+source:
 
     r2_composition = 1 - SSR(trend and composition) / SSR(trend)
 
-is the share of the swings that composition explains, and the lag-1 autocorrelation of what is left shows clusters.
+is the share of the swings that composition explains, and the lag-1 autocorrelation of what is left shows
+clusters.
 """
 
 from __future__ import annotations
@@ -50,7 +56,9 @@ def read_run(
     source_shares: NDArray[np.float64],
     epoch: NDArray[np.int64],
 ) -> RunMetrics:
-    """The training lines of metrics.jsonl as arrays; `source_shares` and `epoch` have one row a planned step."""
+    """The training lines of metrics.jsonl as arrays; `source_shares` and `epoch` have one row a planned
+    step.
+    """
     steps = [line for line in lines if line.get("train/loss") is not None]
     at = np.array([int(line["step"]) - 1 for line in steps], dtype=np.int64)
 
@@ -120,7 +128,8 @@ def loss_statistics(run: RunMetrics) -> dict[str, float]:
 def regress_on_composition(
     loss: NDArray[np.float64], composition: NDArray[np.float64]
 ) -> dict[str, float] | None:
-    """The regressions of the module's docstring for the steps of one epoch; None when there are too few steps.
+    """The regressions of the module's docstring for the steps of one epoch; None when there are too few
+    steps.
 
     Args:
         loss: [S].
@@ -165,8 +174,8 @@ def summarise(
 
     Args:
         plans: strategy -> plan figures.
-        summaries, evaluations, initial_losses: (strategy, seed) -> the training's summary, the acceptance, and the mean
-            loss of the initial weights over the first epoch.
+        summaries, evaluations, initial_losses: (strategy, seed) -> the training's summary, the acceptance,
+            and the mean loss of the initial weights over the first epoch.
     """
     strategies = list(dict.fromkeys(run.strategy for run in runs))
     window = max(1, min(len(run.loss) for run in runs) // 10)
@@ -183,7 +192,10 @@ def summarise(
         row["tokens_per_step"] = float(np.mean([run.tokens.mean() for run in mine]))
         row["loss_last"] = float(np.mean([np.nanmean(run.loss[-window:]) for run in mine]))
         row["steps_to_level"] = [steps_to_reach(run.loss, level, window) for run in mine]
-        row["initial_loss"] = float(np.mean([initial_losses[strategy, run.seed] for run in mine]))
+        initial = [
+            initial_losses[strategy, run.seed] for run in mine if (strategy, run.seed) in initial_losses
+        ]
+        row["initial_loss"] = float(np.mean(initial)) if initial else None
         validation = [summaries[strategy, run.seed].get("validation_last") or {} for run in mine]
         values = [v["validation/loss"] for v in validation if "validation/loss" in v]
         row["validation_loss"] = float(np.mean(values)) if values else None
@@ -200,13 +212,22 @@ def summarise(
         "loss_level": level,
         "tokens_per_step_spread": spread,
         "ranked": spread <= MAX_STEP_TOKENS_SPREAD,
-        "initial_loss_spread": _relative_spread([row["initial_loss"] for row in table.values()]),
+        "initial_loss_level": float(np.mean(list(initial_losses.values()))) if initial_losses else None,
+        "initial_loss_spread": _initial_spread(initial_losses),
     }
     return {**result, "recommendation": recommend(result)}
 
 
 def _relative_spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / max(abs(float(np.mean(values))), 1e-12)
+
+
+def _initial_spread(initial_losses: Mapping[tuple[str, int], float]) -> float | None:
+    """Largest relative difference between strategies of one seed; None where nothing was checked."""
+    by_seed: dict[int, list[float]] = {}
+    for (_, seed), loss in initial_losses.items():
+        by_seed.setdefault(seed, []).append(loss)
+    return max((_relative_spread(losses) for losses in by_seed.values()), default=None)
 
 
 def _acceptance(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -227,8 +248,9 @@ def recommend(result: Mapping[str, Any]) -> str:
     table = result["strategies"]
     if not result["ranked"]:
         return (
-            f"No ranking: real tokens per step differ by {result['tokens_per_step_spread']:.1%} between strategies, more "
-            f"than {MAX_STEP_TOKENS_SPREAD:.0%}; choose a tokens_per_step that is a larger multiple of the token budget."
+            f"No ranking: real tokens per step differ by {result['tokens_per_step_spread']:.1%} between "
+            f"strategies, more than {MAX_STEP_TOKENS_SPREAD:.0%}; choose a tokens_per_step that is a larger "
+            "multiple of the token budget."
         )
     fastest = max(row["tokens_per_second"] for row in table.values())
     # As good as the fastest: within 5%, which is what timings on a shared machine can tell apart.
@@ -239,8 +261,8 @@ def recommend(result: Mapping[str, Any]) -> str:
     sentence = (
         f"Use {chosen}: {row['tokens_per_second']:.0f} real tokens/s"
         + (f", {row['throughput_ratio_to_sorted']:.2f} times sorted" if against else "")
-        + f", at a padding efficiency of {row['padding_efficiency']:.3f}, with steps whose mean length varies "
-        f"{row['mixing_step']:.2f} times as much as in random samples"
+        + f", at a padding efficiency of {row['padding_efficiency']:.3f}, with steps whose mean length "
+        f"varies {row['mixing_step']:.2f} times as much as in random samples"
     )
     if against:
         sentence += f" ({table['sorted']['mixing_step']:.2f} for sorted)"

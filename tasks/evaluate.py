@@ -1,4 +1,6 @@
-"""Stage `evaluate`: real speculative decoding of prompts that the drafter never saw, against the target's own."""
+"""Stage `evaluate`: real speculative decoding of prompts that the drafter never saw, against the target's
+own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ VALIDATION_SET = "validation"
 
 
 def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDigests) -> list[dict[str, str]]:
-    """Name and digest of each prompt set: the files that are named, else the prompts of the validation samples.
+    """Name and digest of each prompt set: the files that are named, else the prompts of the validation
+    samples.
 
     Raises:
         UserError: a file that does not exist, or two of one name.
@@ -37,7 +40,8 @@ def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDige
 def read_messages(row: Any, where: str) -> list[dict[str, Any]]:
     """The conversation that a prompt row asks the model to continue.
 
-    A row holds `messages` (an answer at the end is left off), `turns` (the first is asked), `prompt` or `question`.
+    A row holds `messages` (an answer at the end is left off), `turns` (the first is asked), `prompt` or
+    `question`.
     """
     if isinstance(row, dict):
         messages = row.get("messages")
@@ -92,8 +96,8 @@ def validation_prompts(shards: list[str], data: DataConfig, limit: int) -> list[
             break
     if not prompts:
         raise UserError(
-            "evaluation.prompts: there are no validation samples to take prompts from; allowed: prompt files, or a "
-            f"data.validation_share above {data.validation_share}"
+            "evaluation.prompts: there are no validation samples to take prompts from; allowed: prompt "
+            f"files, or a data.validation_share above {data.validation_share}"
         )
     return prompts
 
@@ -137,7 +141,9 @@ def evaluate_drafter(
     batch_size: int,
     where: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes evaluation.json, one record a prompt into records.jsonl, and the plot of acceptance by position."""
+    """Writes evaluation.json, one record a prompt into records.jsonl, and the plot of acceptance by
+    position.
+    """
     import torch
 
     from dflash_core.model.evaluate import evaluate

@@ -1,4 +1,6 @@
-"""Stage `ingest`, one task a file: conversations become a token shard. Also the list of files and the open data set."""
+"""Stage `ingest`, one task a file: conversations become a token shard. Also the list of files and the open
+data set.
+"""
 
 from __future__ import annotations
 

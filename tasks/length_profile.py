@@ -1,4 +1,6 @@
-"""Stage `profile`: how long the samples are, by DuckDB over the shards' samples.parquet. The SQL is in `sql/`."""
+"""Stage `profile`: how long the samples are, by DuckDB over the shards' samples.parquet. The SQL is in
+`sql/`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)  # cand
 
 
 def connect() -> Any:
-    """DuckDB in memory, with bounded memory and threads, spilling to the system's temporary directory, and offline."""
+    """DuckDB in memory, with bounded memory and threads, spilling to the system's temporary directory, and
+    offline.
+    """
     import duckdb
 
     return duckdb.connect(
@@ -77,7 +81,9 @@ def _texts(paths: Sequence[Path]) -> list[str]:
 def profile_lengths(
     out: Path, *, length_digest: str, sql_digest: str, validation_bound: int, shards: list[str]
 ) -> dict[str, Any]:
-    """Writes profile.json: the statistics, the histogram of training samples, sources, what truncation would lose."""
+    """Writes profile.json: the statistics, the histogram of training samples, sources, what truncation would
+    lose.
+    """
     del length_digest, sql_digest  # the key
     samples = [str(Path(shard) / "samples.parquet") for shard in shards]
     with connect() as connection:

@@ -1,4 +1,6 @@
-"""Stage `plan`, one task an epoch: which samples share a microbatch, which microbatches make a step, and how good that is."""
+"""Stage `plan`, one task an epoch: which samples share a microbatch, which microbatches make a step, and how
+good that is.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def build_epoch(
     epoch: int,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes epoch-NNN.parquet and metrics.json: efficiency and mixing, and which pairs meet again after epoch - 1."""
+    """Writes epoch-NNN.parquet and metrics.json: efficiency and mixing, and which pairs meet again after
+    epoch - 1.
+    """
     from dflash_core.batching import build_plan
     from dflash_core.batching.metrics import plan_metrics
     from dflash_core.config import from_dict

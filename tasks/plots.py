@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib.figure import Figure  # noqa: E402 (after the backend)
@@ -81,8 +82,35 @@ def loss_curves(
     figure.savefig(path)
 
 
+def loss_bands(path: Path, runs: Mapping[str, Sequence[tuple[Any, Any]]], x_label: str) -> None:
+    """Loss of each strategy, the mean over its seeds as a line and their range as a band; running means.
+
+    Args:
+        runs: label -> (x, loss) of each seed; x rises.
+    """
+    figure, axes = _figure("Training loss", x_label, "loss per weighted position")
+    colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for i, (label, curves) in enumerate(runs.items()):
+        end = min(float(x[-1]) for x, _ in curves)
+        start = max(float(x[0]) for x, _ in curves)
+        grid = np.linspace(start, end, 200)
+        smooth = []
+        for x, loss in curves:
+            window = max(1, len(loss) // 20)
+            means = np.convolve(loss, np.ones(window) / window, mode="valid")
+            smooth.append(np.interp(grid, x[window - 1 :], means))
+        color = colors[i % len(colors)]
+        axes.plot(grid, np.mean(smooth, axis=0), color=color, label=label)
+        if len(curves) > 1:
+            axes.fill_between(grid, np.min(smooth, axis=0), np.max(smooth, axis=0), color=color, alpha=0.2)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
 def acceptance_by_position(path: Path, acceptance: Mapping[str, Sequence[float]]) -> None:
-    """Share of blocks whose draft was accepted up to each position: prompt set or strategy -> rates of 1, 2, ..."""
+    """Share of blocks whose draft was accepted up to each position: prompt set or strategy -> rates of 1, 2,
+    ...
+    """
     figure, axes = _figure(
         "Acceptance by position in the block", "position", "share of blocks accepted so far"
     )

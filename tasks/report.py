@@ -42,7 +42,9 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
 
 
 def plan_figures(plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Each strategy's figures, means over the epochs that were planned; repeated pairs from the second epoch on."""
+    """Each strategy's figures, means over the epochs that were planned; repeated pairs from the second epoch
+    on.
+    """
     figures: dict[str, dict[str, float]] = {}
     for strategy, epochs in plans.items():
         metrics = [pointer["metrics"] for pointer in epochs]
@@ -187,6 +189,16 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
+def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with a header in the terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -217,8 +229,9 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         markdown_table([n.replace("_", " ") for n in lengths], [[show(data.get(n), 1) for n in lengths]]),
         "Rejected rows:\n\n" + rejected,
         "![lengths](plots/lengths.png)",
-        f"## Batches\n\nBucket edges: {', '.join(map(str, report['edges']))}. Mixing is the variance of the mean length "
-        "between microbatches or steps over its value for samples drawn at random: 1 is as good as random.",
+        f"## Batches\n\nBucket edges: {', '.join(map(str, report['edges']))}. Mixing is the variance of the "
+        "mean length between microbatches or steps over its value for samples drawn at random: 1 is as good "
+        "as random.",
         plans_table(report["plans"]),
         "![efficiency by strategy](plots/efficiency_by_strategy.png) ![efficiency](plots/efficiency.png)",
         "## Training\n\n![loss](plots/loss.png)",

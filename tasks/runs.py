@@ -1,4 +1,6 @@
-"""Run directories: `<storage_root>/<deployment>/<run key>/`, what decides a run, and the link to the latest one."""
+"""Run directories: `<storage_root>/<deployment>/<run key>/`, what decides a run, and the link to the latest
+one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def decisive_fields(
 ) -> dict[str, Any]:
     """Everything that decides the result of a training, flat: what the run key is made of.
 
-    Data and batching settings enter through what they made, the shards and the plans: another number of buckets is
+    Data and batching settings enter through what they made, the shards and the plans: another number of
+        buckets is
     another run only where the strategy uses buckets.
     """
     settings = decisive(config)
@@ -78,8 +81,9 @@ def find_run(config: RunConfig, fields: dict[str, Any]) -> Run:
 def prepare_directory(
     run: Run, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
 ) -> None:
-    """Writes run.json into the run's directory: the resolved config (execution settings may have changed), the inputs'
-    paths, and what the key was made of."""
+    """Writes run.json into the run's directory: the resolved config (execution settings may have changed),
+    the inputs' paths, and what the key was made of.
+    """
     earlier = read_run(run.directory)
     if earlier is not None and earlier.get("run_key") == run.key:
         described_config = keep_decisive(RunConfig, earlier["config"], to_dict(config))
@@ -99,7 +103,8 @@ def prepare_directory(
 def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """`now` with the deciding settings of `earlier`, for a run whose key is the same.
 
-    Deciding settings outside the key have made the same shards and plans, whatever they say now: a file that was
+    Deciding settings outside the key have made the same shards and plans, whatever they say now: a file that
+        was
     moved, a number of buckets that this strategy does not use. A checkpoint remembers what they were.
     """
     merged = dict(now)
@@ -116,19 +121,21 @@ def latest_directory(config: RunConfig) -> Path:
     return Path(config.storage_root).resolve() / config.deployment / "latest"
 
 
-def point_latest(run: Run) -> str | None:
-    """Makes `latest` a relative link to this run, by one rename; returns what it pointed to."""
-    link = run.directory.parent / "latest"
+def point_latest(directory: Path) -> str | None:
+    """Makes `latest` beside a directory a relative link to it, by one rename; returns what it pointed to."""
+    link = directory.parent / "latest"
     previous = os.readlink(link) if link.is_symlink() else None
     temporary = link.with_name(f".latest.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(run.directory.name)
+    temporary.symlink_to(directory.name)
     os.replace(temporary, link)
     return previous
 
 
 def discard(run: Run, previous: str | None) -> None:
-    """Removes a run that a mistake ended before its first checkpoint, and gives `latest` back to the run before."""
+    """Removes a run that a mistake ended before its first checkpoint, and gives `latest` back to the run
+    before.
+    """
     if any((run.directory / "checkpoints").glob("step-*")):
         return
     shutil.rmtree(run.directory, ignore_errors=True)
@@ -149,7 +156,8 @@ def read_run(directory: Path) -> dict[str, Any] | None:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """One line for each field that decides a run and differs: name, old value, new value.
 
-    differences({"training.seed": 0, "data": "a"}, {"training.seed": 1, "data": "a"}) == ["training.seed: 0 -> 1"]
+    differences({"training.seed": 0, "data": "a"}, {"training.seed": 1, "data": "a"}) == ["training.seed: 0 ->
+    1"]
     """
     lines = []
     for name in sorted({*old, *new}):

@@ -1,16 +1,19 @@
 """Stages: tasks whose outputs are kept under a digest of what decides them, and rerun only when that changes.
 
-A stage is a plain function `function(out: Path, **inputs) -> dict` that writes files into `out` and returns a small
-summary. `@stage(...)` adds, around it, what every stage needs:
+A stage is a plain function `function(out: Path, **inputs) -> dict` that writes files into `out` and returns a
+small summary. `@stage(...)` adds, around it, what every stage needs:
 
-* the key: digest of the inputs (content digests, settings; never paths or times) and of the stage's code version,
-* the place: `<storage_root>/store/<stage>/<key>/`, filled under a temporary name and published by `os.replace`,
-* the pointer: JSON with the summary, the key and the directory relative to the storage root, also kept beside the
-  files as `pointer.json`, so that a stage is up to date exactly when its pointer and every file it lists are there,
+* the key: digest of the inputs (content digests, settings; never paths or times) and of the stage's code
+  version,
+* the place: `<storage_root>/store/<stage>/<key>/`, filled under a temporary name and published by
+  `os.replace`,
+* the pointer: JSON with the summary, the key and the directory relative to the storage root, also kept beside
+  the files as `pointer.json`, so that a stage is up to date exactly when its pointer and every file it lists
+  are there,
 * a Prefect task of the same name with that key as its cache key, so that the UI shows what was cached.
 
-Prefect's own cache never decides alone: outputs that are gone rerun the stage, and outputs that are there although
-Prefect has forgotten them are used.
+Prefect's own cache never decides alone: outputs that are gone rerun the stage, and outputs that are there
+although Prefect has forgotten them are used.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass
 class FileDigests:
-    """sha256 of files, remembered by path, size and modification time in one JSON file under the storage root.
+    """sha256 of files, remembered by path, size and modification time in one JSON file under the storage
+    root.
 
-    A remembered digest is trusted only when the file's time lay at least two seconds before it was read: a file that
-    is rewritten within the clock's resolution is read again.
+    A remembered digest is trusted only when the file's time lay at least two seconds before it was read: a
+    file that is rewritten within the clock's resolution is read again.
     """
 
     storage_root: Path
@@ -229,7 +233,9 @@ class Stage:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes temporary directories whose process is gone: a stage killed half-way leaves nothing behind for long."""
+    """Removes temporary directories whose process is gone: a stage killed half-way leaves nothing behind for
+    long.
+    """
     for leftover in directory.glob(".*-*-*"):
         pid = leftover.name.split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():

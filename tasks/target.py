@@ -1,4 +1,6 @@
-"""Stage `target`: the frozen model as a local safetensors directory, known by a fingerprint of its contents."""
+"""Stage `target`: the frozen model as a local safetensors directory, known by a fingerprint of its
+contents.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ TOKENIZER_FILES = (
 
 
 def identity(target: TargetConfig, digests: FileDigests) -> dict[str, Any]:
-    """What decides the materialised target: its name, and the contents behind the name where they are local."""
+    """What decides the materialised target: its name, and the contents behind the name where they are
+    local.
+    """
     found: dict[str, Any] = {
         "name": target.name,
         "revision": target.revision,
@@ -44,7 +48,9 @@ def identity(target: TargetConfig, digests: FileDigests) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Digest of the tokenizer's files alone: a target with other weights and the same tokenizer needs no new ingest."""
+    """Digest of the tokenizer's files alone: a target with other weights and the same tokenizer needs no new
+    ingest.
+    """
     digest = hashlib.blake2b(digest_size=16)
     names = {p.name for pattern in TOKENIZER_FILES for p in directory.glob(pattern)}
     for name in sorted(names):

@@ -1,8 +1,9 @@
 """MLflow: one flat run per training, written in batches, continued on resume, never left RUNNING.
 
-Points are buffered and sent by `log_batch` every 50 steps or 5 seconds, which is 30 to 100 times faster than one call a
-metric. On resume each metric continues after its last recorded step, so no step has two points. A tracking server that
-is away never stops a training: points wait, and the oldest are dropped, counted and reported, above `MAX_WAITING`.
+Points are buffered and sent by `log_batch` every 50 steps or 5 seconds, which is 30 to 100 times faster than
+one call a metric. On resume each metric continues after its last recorded step, so no step has two points. A
+tracking server that is away never stops a training: points wait, and the oldest are dropped, counted and
+    reported, above `MAX_WAITING`.
 """
 
 from __future__ import annotations
@@ -244,7 +245,9 @@ def log_summary(
     tags: dict[str, str] | None = None,
     artifacts: Iterable[tuple[Path, str | None]] = (),
 ) -> None:
-    """Adds summary metrics, tags and files (a file or a directory, and where to) to a run that may have ended."""
+    """Adds summary metrics, tags and files (a file or a directory, and where to) to a run that may have
+    ended.
+    """
     from mlflow.entities import Metric, RunTag
 
     client, _ = open_client(config)

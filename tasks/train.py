@@ -1,7 +1,7 @@
 """Task `train`: one run from its plans to its last step in a child process, its metrics on the way to MLflow.
 
-A run whose key is known resumes, or is skipped when it is finished; the key holds everything that decides the result
-(`tasks.runs`), so the task needs no cache of Prefect's.
+A run whose key is known resumes, or is skipped when it is finished; the key holds everything that decides the
+result (`tasks.runs`), so the task needs no cache of Prefect's.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def train(
     _explain(settings, run, logger)
     if run.is_finished and not refresh:
         logger.info("training: run %s is finished and up to date, skipped", run.directory.name)
-        runs.point_latest(run)
+        runs.point_latest(run.directory)
         return _pointer(run, "skipped")
     if refresh and run.directory.exists():
         shutil.rmtree(run.directory)
     resumed = any((run.directory / "checkpoints").glob("step-*")) if run.directory.exists() else False
     run.directory.mkdir(parents=True, exist_ok=True)
     with _exclusive(run), _accelerators(settings, logger):
-        previous = runs.point_latest(run)
+        previous = runs.point_latest(run.directory)
         logger.info(
             "training: %s run %s, %d steps, %s",
             "resuming" if resumed else "new",
@@ -160,7 +160,7 @@ class _Progress:
 
     def __init__(self, total_steps: int) -> None:
         self.total, self._updated = max(1, total_steps), 0.0
-        self._artifact = create_progress_artifact(
+        self._artifact: Any = create_progress_artifact(
             0.0, key="training-progress", description="optimizer steps, percent"
         )
 
@@ -182,7 +182,8 @@ def _exclusive(run: runs.Run) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             raise UserError(
-                f"run {run.directory} is being trained by process {lock.read().strip() or '?'}; wait for it or stop it"
+                f"run {run.directory} is being trained by process {lock.read().strip() or '?'}; wait for "
+                "it or stop it"
             ) from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

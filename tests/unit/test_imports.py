@@ -70,7 +70,9 @@ def module_file(name: str) -> Path | None:
 
 
 def closure(sources: tuple[str, ...]) -> set[Path]:
-    """The files behind modules of dflash_core and all they import from there, settings (which are in the key) apart."""
+    """The files behind modules of dflash_core and all they import from there, settings (which are in the key)
+    apart.
+    """
     waiting, found = list(sources), set()
     while waiting:
         name = waiting.pop()
@@ -118,8 +120,9 @@ def test_stage_versions_follow_their_code() -> None:
         before = recorded[name]
         if found["code"] != before["code"]:
             assert found["version"] != before["version"], (
-                f"stage {name}: the code behind it changed and its version did not. Raise `version` of the stage in "
-                f"tasks/ when equal inputs could now give other outputs; then run `python -m tests.unit.test_imports`"
+                f"stage {name}: the code behind it changed and its version did not. Raise `version` of the "
+                f"stage in tasks/ when equal inputs could now give other outputs; then run "
+                "`python -m tests.unit.test_imports`"
             )
         assert found == before, (
             f"stage {name}: run `python -m tests.unit.test_imports` to record its new version"

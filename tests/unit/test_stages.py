@@ -192,7 +192,7 @@ def test_latest_is_a_relative_link_replaced_at_once(tmp_path: Path) -> None:
     for seed in (0, 1):
         run = runs.find_run(config, fields_of(config_of(training={"seed": seed})))
         run.directory.mkdir(parents=True)
-        runs.point_latest(run)
+        runs.point_latest(run.directory)
         assert os.readlink(tmp_path / "d" / "latest") == run.directory.name
         assert len(run.directory.name) == 12
     assert sorted(p.name for p in (tmp_path / "d").iterdir() if not p.name[0].isalnum()) == []

@@ -1,0 +1,57 @@
+"""Train every batching strategy on the same samples and anchors, from the same weights, and say what each
+costs.
+"""
+# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+
+import sys
+
+from flows import cli
+
+if __name__ == "__main__":
+    sys.exit(cli.main("compare-strategies"))
+
+from dataclasses import replace
+from pathlib import Path
+
+from dflash_core.config import RunConfig
+from flows import steps
+from flows.deployments import CompareOptions
+from flows.entry import run_flow
+from tasks import compare
+
+
+@run_flow("compare-strategies")
+def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, object]:
+    """Returns the comparison."""
+    steps.check_options(options)
+    name = f"compare-{config.deployment}"
+    group = config.tracking.group or name
+    config = replace(config, deployment=name, tracking=replace(config.tracking, group=group))
+    target = steps.prepare_target(config, options)
+    dataset = steps.ingest_all(config, options, target)
+    profile = steps.profile(config, options, dataset)
+    edges = steps.edges(config, options, profile)
+    results = []
+    for seed in options.seeds:
+        seeded = replace(config, training=replace(config.training, seed=seed))
+        plans = steps.make_plans(seeded, options, dataset, edges, options.strategies, all_epochs=True)
+        for strategy in options.strategies:
+            own = replace(seeded, batching=replace(config.batching, strategy=strategy))
+            label = f"{strategy} seed {seed}"
+            trained = steps.train_run(own, options, target, dataset, plans[strategy], label=f"train {label}")
+            drafter = Path(trained["run_dir"]) / "drafter"
+            evaluated = steps.evaluate(own, options, target, dataset, drafter, label=f"evaluate {label}")
+            initial = None
+            if options.check_initial_loss:
+                initial = compare.initial_loss(trained["run_dir"], label=f"initial loss {label}")
+            results.append(
+                compare.Result(
+                    strategy=strategy,
+                    seed=seed,
+                    plans=plans[strategy],
+                    trained=trained,
+                    evaluation=evaluated["evaluation"],
+                    initial=initial,
+                )
+            )
+    return steps.write_comparison(config, dataset, edges, results)
