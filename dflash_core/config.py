@@ -94,7 +94,9 @@ class BatchingConfig:
 
     strategy: Strategy = "packed"
     token_budget: int = 49_152  # slots a microbatch may hold
-    tokens_per_step: int = 393_216  # a step closes at the first microbatch that reaches this many real tokens
+    # A step closes at the first microbatch that reaches this many real tokens. 7.5 budgets make 8 nearly full
+    # microbatches; exactly 8 budgets would need a ninth whenever one of the eight is a token short of full.
+    tokens_per_step: int = 368_640
     num_buckets: int = 6
     edges: tuple[int, ...] | None = None  # bucket edges, given; wins over num_buckets
     shapes: Literal["dynamic", "static"] = "dynamic"  # static: each bucket pads to its edge (compiled graphs)

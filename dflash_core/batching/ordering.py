@@ -56,22 +56,27 @@ def random_order(n: int, key: np.uint64) -> NDArray[np.int64]:
     return np.argsort(random_words(n, key), kind="stable")
 
 
-def close_steps(tokens: NDArray[np.int64], tokens_per_step: int) -> NDArray[np.int64]:
-    """Offsets of steps over microbatches: a step closes at the first microbatch that brings it to
-    `tokens_per_step`.
+@numba.njit(cache=True)
+def close_steps(tokens, tokens_per_step):
+    """Offsets of steps over microbatches: a step closes at the first that brings it to `tokens_per_step` tokens.
 
-    Tokens 4 4 4 4 4, 6 a step: [4 4] [4 4] [4]; the tail is kept as a smaller step.
+    Tokens 4 4 4 4 4, 6 a step: [4 4] [4 4] [4] -> 0 2 4 5; the tail is kept as a smaller step.
+
+    Args:
+        tokens: int64[n], real tokens of each microbatch.
 
     Returns:
         int64[s + 1]
     """
-    reached = np.concatenate([[0], np.cumsum(tokens)])
-    offsets = [0]
-    while offsets[-1] < len(tokens):
-        start = offsets[-1]
-        end = int(np.searchsorted(reached, reached[start] + tokens_per_step, side="left"))
-        offsets.append(min(end, len(tokens)))
-    return np.array(offsets, np.int64)
+    offsets = np.zeros(len(tokens) + 1, np.int64)
+    steps, reached = 0, 0
+    for i in range(len(tokens)):
+        reached += tokens[i]
+        if reached >= tokens_per_step or i == len(tokens) - 1:
+            steps += 1
+            offsets[steps] = i + 1
+            reached = 0
+    return offsets[: steps + 1].copy()
 
 
 @numba.njit(cache=True)

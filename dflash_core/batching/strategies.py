@@ -169,85 +169,93 @@ def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
 
 @numba.njit(cache=True)
 def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
-    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next
-    samples.
+    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next samples.
 
-    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay
-    free; then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever
-    still fits. Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting
-    (best-fit-decreasing) would put equal lengths together.
+    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay free;
+    then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever still fits.
+    Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting (best-fit-decreasing) would
+    put equal lengths together.
 
-    Lengths in the pool are a bit set (one bit a length, a bit of summary a word) with a queue for each
-    length.
+    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for each
+    length. The oldest sample leaves its stack from below: only the count falls. Updates are free of branches, which
+    would be taken at random.
     """
     n = len(stream)
     capacity = 1
     while capacity < 4 * pool_size:
         capacity *= 2
     mask = capacity - 1
-    ring_length = np.zeros(capacity, np.int64)  # of the sample at stream position p, at p & mask; 0 = taken
-    following = np.zeros(capacity, np.int64)  # 1 + position of the next sample of equal length; 0 = none
-    first = np.zeros(longest + 1, np.int64)  # 1 + position of the oldest sample of each length; 0 = none
-    last = np.zeros(longest + 1, np.int64)
+    ring = np.zeros(capacity, np.int32)  # length of the sample at stream position p, at p & mask; 0 = taken
+    below = np.zeros(capacity, np.int32)  # position of the next sample down its stack
+    top = np.zeros(longest + 1, np.int32)  # position of the newest sample of each length
+    count = np.zeros(longest + 1, np.int32)
     words = np.zeros(longest // 64 + 1, np.uint64)
     summary = np.zeros(longest // 4096 + 1, np.uint64)
-    one, low = np.uint64(1), np.uint64(63)
     out = np.empty(n, np.int32)
-    placed, head, tail, pooled, free = 0, 0, 0, 0, budget
-    prefix = True
+    placed, head, tail, free, completing = 0, 0, 0, budget, False
     while placed < n:
-        while head < tail and ring_length[head & mask] == 0:
+        while head < tail and ring[head & mask] == 0:
             head += 1
-        while tail < n and pooled < pool_size and tail - head < capacity:  # fill the pool
-            length = np.int64(lengths[stream[tail]])
-            ring_length[tail & mask], following[tail & mask] = length, 0
-            if first[length] == 0:
-                first[length] = tail + 1
-                words[length >> 6] |= one << (np.uint64(length) & low)
-                summary[length >> 12] |= one << (np.uint64(length >> 6) & low)
-            else:
-                following[last[length] & mask] = tail + 1
-            last[length] = tail
-            pooled += 1
+        while tail < n and tail - placed < pool_size and tail - head < capacity:  # fill the pool
+            length = lengths[stream[tail]]
+            ring[tail & mask], below[tail & mask], top[length] = length, top[length], tail
+            count[length] += 1
+            words[length >> 6] |= _bit(length)
+            summary[length >> 12] |= _bit(length >> 6)
             tail += 1
-        oldest, chosen, partner = ring_length[head & mask], 0, 0
-        if prefix and (free - oldest >= reserve or free == budget):
-            chosen = oldest
-        elif prefix:
-            prefix = False
+        oldest = ring[head & mask]
+        if not completing and (free - oldest >= reserve or free == budget):
+            ring[head & mask] = 0
+            _remove(oldest, count, words, summary)
+            out[placed] = stream[head]
+            placed, head, free = placed + 1, head + 1, free - oldest
+            continue
+        chosen, partner = 0, 0
+        if completing:
+            chosen = _at_most(words, summary, min(free, longest))
+        else:
             best, tries, position = 0, 0, head
             while position < tail and tries < max_pairs and best < free:
-                length = ring_length[position & mask]
+                length = ring[position & mask]
                 position += 1
                 if length == 0 or length > free:
                     continue
                 tries += 1
                 other = _at_most(words, summary, min(free - length, longest))
-                if other == length and following[(first[length] - 1) & mask] == 0:  # itself: look below
+                if other == length and count[length] == 1:  # itself: look below
                     other = _at_most(words, summary, length - 1)
                 if length + other > best:
                     best, chosen, partner = length + other, length, other
-        else:
-            chosen = _at_most(words, summary, min(free, longest))
-        if chosen == 0:  # nothing fits: close the pack
+        completing = chosen > 0
+        if not completing:  # nothing fits: close the pack
             out[placed - 1] = ~out[placed - 1]
-            free, prefix = budget, True
+            free = budget
         while chosen > 0:
-            position = first[chosen] - 1  # the oldest of this length
-            first[chosen] = following[position & mask]
-            ring_length[position & mask] = 0
-            if first[chosen] == 0:
-                words[chosen >> 6] ^= one << (np.uint64(chosen) & low)
-                if words[chosen >> 6] == 0:
-                    summary[chosen >> 12] ^= one << (np.uint64(chosen >> 6) & low)
+            position = top[chosen]
+            top[chosen] = below[position & mask]
+            ring[position & mask] = 0
+            _remove(chosen, count, words, summary)
             out[placed] = stream[position]
-            placed += 1
-            pooled -= 1
-            free -= chosen
+            placed, free = placed + 1, free - chosen
             chosen, partner = partner, 0
     if n > 0:
         out[n - 1] = ~out[n - 1]
     return out
+
+
+@numba.njit(cache=True)
+def _bit(number):
+    return np.uint64(1) << (np.uint64(number) & np.uint64(63))
+
+
+@numba.njit(cache=True)
+def _remove(length, count, words, summary):
+    """One sample of `length` leaves the pool."""
+    count[length] -= 1
+    if count[length] == 0:
+        words[length >> 6] ^= _bit(length)
+        if words[length >> 6] == 0:
+            summary[length >> 12] ^= _bit(length >> 6)
 
 
 @numba.njit(cache=True)
@@ -274,8 +282,9 @@ def _at_most(words, summary, length):
 @numba.njit(cache=True)
 def _top_bit(word):
     """Number of the highest set bit; `word` is not 0."""
-    top = 0
+    top = np.uint64(0)
     for shift in (32, 16, 8, 4, 2, 1):
-        if word >> np.uint64(top + shift) != 0:
-            top += shift
-    return top
+        step = np.uint64(word >> np.uint64(shift) != 0) * np.uint64(shift)
+        word >>= step
+        top += step
+    return np.int64(top)
