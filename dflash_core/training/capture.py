@@ -48,6 +48,10 @@ class Features:
         """Moved as a whole."""
         return self._each(lambda t: t.to(device))
 
+    def zeros(self) -> Features:
+        """Zeros of these shapes."""
+        return self._each(torch.zeros_like)
+
     def ready_for_backward(self) -> Features:
         """Tensors made in inference mode cannot be saved for a backward pass: copy those."""
         return self._each(lambda t: t.clone() if t.is_inference() else t)

@@ -12,12 +12,15 @@ plan), the anchors (of seed, epoch and sample).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import time
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +136,8 @@ class Checkpointer:
                 partial.mkdir(parents=True)
             self._barrier()
             writer = dcp.FileSystemWriter(partial, sync_files=True)
-            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            with _quietly():
+                dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             # Each rank reads back its own files (__RANK_*.distcp), so digests cost the time of the largest
             # share.
             mine = {p.name: _describe(p) for p in sorted(partial.glob(f"__{self.rank}_*"))}
@@ -217,7 +221,8 @@ class Checkpointer:
                 raise UserError(
                     f"{path}: tensor {name} has shape {shape}, the drafter wants {tuple(tensor.shape)}"
                 )
-        dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        with _quietly():
+            dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
         return state
 
 
@@ -271,6 +276,14 @@ def check_free_disk(directory: Path, num_parameters: int, keep_last: int) -> Non
             f"{directory}: {free / 1e9:.2f} GB free, checkpoints need {needed / 1e9:.2f} GB; allowed: a lower "
             f"training.keep_last ({keep_last}) or a storage_root on a larger disk"
         )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the remark that a single process saves as a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _describe(path: Path) -> dict[str, Any]:

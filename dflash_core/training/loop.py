@@ -22,19 +22,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from dflash_core.config import UserError
 from dflash_core.model.drafter import DFlashDrafter
 from dflash_core.model.export import save_drafter
 from dflash_core.model.loss import LossSums
+from dflash_core.training.capture import FeatureSpec
 from dflash_core.training.checkpoint import Checkpointer, State
-from dflash_core.training.feed import Schedule
+from dflash_core.training.feed import Microbatch, Schedule
 from dflash_core.training.optim import build_optimizer, learning_rate
-from dflash_core.training.parallel import place_drafter
+from dflash_core.training.parallel import full_weights, place_drafter
 from dflash_core.training.progress import MetricsFile, Reporter
 from dflash_core.training.setup import Run
-from dflash_core.training.supervise import RankRecord, Stopped, StopSignal
+from dflash_core.training.supervise import RankRecord, RunFailed, Stopped, StopSignal
 from dflash_core.training.topology import assignments_of_step, validation_assignments
 from dflash_core.training.transfer import Delivery
 from dflash_core.training.validation import (
@@ -63,6 +64,7 @@ class Trainer:
     drafter: DFlashDrafter
     deliveries: Iterator[Delivery]
     same: LossArguments
+    spec: FeatureSpec
     num_validation_groups: int  # over all ranks
     decode: (
         Callable[[DFlashDrafter], dict[str, float]] | None
@@ -70,7 +72,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.config = self.run.config.training
-        self.drafter, self.gradients = place_drafter(self.drafter, self.world, self.config.parallel)
+        self.gradients = place_drafter(self.drafter, self.world, self.config.parallel, self._empty_pass)
         self.optimizer = build_optimizer(self.drafter, self.run.config.optimizer)
         self.saved_step, self.save_is_late = -1, False
         self.last_save = time.monotonic()
@@ -80,7 +82,7 @@ class Trainer:
 
         Raises:
             Stopped: after SIGTERM on any rank, with a checkpoint of the last completed step.
-            UserError: out of memory, with what to change.
+            RunFailed: out of memory, with what to change.
         """
         if self.world.is_leader:
             self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
@@ -114,6 +116,7 @@ class Trainer:
         step, started = self.state.step, time.monotonic()
         self.record.take_seconds()
         self.gradients.zero()
+        self.gradients.gather_weights()
         sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
         complaint = ""
         for assignment in assignments_of_step(self.world.layout, self.schedule, step):
@@ -157,7 +160,7 @@ class Trainer:
         """Sums over all drafter ranks; the one place where ranks agree to stop, so all do so at the same step.
 
         Raises:
-            Stopped, UserError: on every rank, when any rank complained.
+            Stopped, RunFailed: on every rank, when any rank complained.
         """
         fields = [f.name for f in dataclasses.fields(LossSums)]
         tensors = [getattr(sums, name).double().cpu().reshape(-1) for name in fields]
@@ -179,7 +182,7 @@ class Trainer:
             raise Stopped
         if total[1]:
             self._save(wait=True)
-            raise UserError(out_of_memory_advice(self.run))
+            raise RunFailed(out_of_memory_advice(self.run))
         self.save_is_late = bool(total[2])
         flat = torch.tensor(total[7:], dtype=torch.float64)
         parts = dict(zip(fields, flat.split([t.numel() for t in tensors])))
@@ -193,7 +196,7 @@ class Trainer:
         """Count the step as completed and write its line.
 
         Raises:
-            UserError: a step that is not finite, where `training.nonfinite` does not let it pass.
+            RunFailed: a step that is not finite, where `training.nonfinite` does not let it pass.
         """
         state, summary = self.state, self.schedule.step_summary(self.state.step)
         seconds = time.monotonic() - started
@@ -227,7 +230,7 @@ class Trainer:
         if not finite and (
             self.config.nonfinite == "stop" or state.nonfinite_in_a_row >= self.config.max_nonfinite_steps
         ):
-            raise UserError(
+            raise RunFailed(
                 f"step {state.step}: loss {sums.loss()}, gradient norm {norm}, {state.nonfinite_in_a_row} in a row "
                 f"(training.nonfinite {self.config.nonfinite}, max_nonfinite_steps "
                 f"{self.config.max_nonfinite_steps}); allowed: a lower optimizer.lr, or data that was checked"
@@ -240,6 +243,7 @@ class Trainer:
         if not due or state.validated_step == state.step or not self.num_validation_groups:
             return
         self.record.phase("validate", step=state.step)
+        self.gradients.gather_weights()
         sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
         complaint = ""
         for _, microbatch, features in self.validation:
@@ -249,7 +253,9 @@ class Trainer:
             sums = sums + loss_of(
                 self.drafter, microbatch, features.to(self.world.device), self.same, backward=False
             )
+        self.gradients.scatter_weights()
         decoded = self.decode(self.drafter) if self.decode and not complaint else {}
+        complaint = STOP if self.stop.is_set() else complaint
         sums, _ = self._agree(sums, complaint, {})
         metrics = {**validation_metrics(sums), **decoded}
         state.validated_step, state.validation_last = state.step, metrics
@@ -281,8 +287,24 @@ class Trainer:
             self.checkpoints.wait()
             return
         self.record.phase("save")
+        self.gradients.scatter_weights()  # a step that was given up has them gathered
         self.checkpoints.save(self.state, self.drafter, self.optimizer, wait=wait)
         self.saved_step, self.last_save = self.state.step, time.monotonic()
+
+    def _empty_pass(self, drafter: DFlashDrafter) -> LossSums:
+        """Forward and backward of one token without an anchor: zero gradients for all weights."""
+        none = np.zeros(0, np.int32)
+        microbatch = Microbatch(
+            sample_rows=np.zeros(1, np.int32),
+            token_ids=np.zeros(1, np.int64),
+            loss_mask=np.zeros(1, np.uint8),
+            cu_seqlens=np.array([0, 1], np.int32),
+            width=0,
+            anchors=none,
+            anchor_sample=none,
+        )
+        features = self.spec.empty(1, self.world.device).zeros()
+        return loss_of(drafter, microbatch, features, self.same, backward=True)
 
     def _save_alone(self) -> None:
         """Peers are gone, so nothing collective works; rank 0 has all that a checkpoint needs if it is replicated."""
@@ -303,10 +325,13 @@ class Trainer:
         best = self.checkpoints.at_step(self.state.best_step)
         if best is not None and self.state.best_step != self.state.step:
             self.checkpoints.load(best, self.drafter, None)
+        whole = full_weights(self.drafter)
         if not self.world.is_leader:
             return
         exported = self.state.best_step if best is not None else self.state.step
-        save_drafter(self.drafter, self.run.directory / "drafter")
+        drafter = DFlashDrafter(self.drafter.shape)
+        drafter.load_state_dict(whole)
+        save_drafter(drafter, self.run.directory / "drafter")
         summary = summarise(self.state, self.run, exported)
         partial = self.run.directory / "summary.tmp"
         partial.write_text(json.dumps(summary, indent=1))

@@ -14,11 +14,14 @@ for weights sharded by FSDP2.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dflash_core.config import OptimizerConfig
 
@@ -74,6 +77,12 @@ class Gradients:
             p.grad = self.flat[offset : offset + p.numel()].view_as(p)
             offset += p.numel()
 
+    def gather_weights(self) -> None:
+        """Before forward passes: every rank has all weights already."""
+
+    def scatter_weights(self) -> None:
+        """After forward passes: nothing to give back."""
+
     def zero(self) -> None:
         """Forget what was accumulated (also of a step that was given up)."""
         self.flat.zero_()
@@ -91,23 +100,36 @@ class Gradients:
 
 
 class ShardedGradients:
-    """The step gradient of weights sharded by FSDP2: the reduce-scatter of the step's last backward has summed it."""
+    """The step gradient of weights sharded by FSDP2. `reduce` runs what sums and scatters it."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], sharded: FSDPModule, reduce: Callable[[], None]
+    ) -> None:
+        self.parameters, self._sharded, self._reduce = list(parameters), sharded, reduce
+
+    def gather_weights(self) -> None:
+        """All ranks at once, so that none waits in its first forward for one that has nothing to run."""
+        self._sharded.unshard()
+
+    def scatter_weights(self) -> None:
+        """Each rank keeps its share."""
+        self._sharded.reshard()
 
     def zero(self) -> None:
+        """Forget the summed gradient. That of a step that was given up is never reduced: the run ends there."""
         for p in self.parameters:
             p.grad = None
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing to do: see the class."""
+        """Sum over the ranks that train, which are those that share the weights."""
+        self._reduce()
 
     def normalise(self, weight: float, clip_norm: float) -> torch.Tensor:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / weight
-        scale = torch.clamp(clip_norm / (norm + 1e-6), max=1.0) / weight
-        for grad in grads:
-            (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(scale)
+        """As for `Gradients`; the norm is that of the whole gradient."""
+        shards = [cast(DTensor, p.grad).to_local() for p in self.parameters]
+        total = torch.stack([shard.pow(2).sum() for shard in shards]).sum()
+        dist.all_reduce(total, group=cast(DTensor, self.parameters[0]).device_mesh.get_group())
+        norm = total.sqrt() / weight
+        for shard in shards:
+            shard.mul_(torch.clamp(clip_norm / (norm + 1e-6), max=1.0) / weight)
         return norm

@@ -13,6 +13,7 @@ from dflash_core.model.loss import TargetHeads
 from dflash_core.training import setup
 from dflash_core.training.capture import make_capture
 from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
+from dflash_core.training.decode import NUM_PROMPTS, decoder_of, validation_prompts
 from dflash_core.training.feed import (
     VALIDATION_EPOCH,
     Assignment,
@@ -82,6 +83,16 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
             heads = setup.load_heads(run, target_config, world.device, dtypes["drafter"])
             deliveries = receive(feed, spec, record, world.device, inflight)
         drafter = setup.build_drafter(run, target_config, ids, world.device)
+        decode = None
+        if (
+            target is not None
+            and world.is_leader
+            and (config.training.parallel == "ddp" or world.control is None)
+        ):
+            # Elsewhere no single rank holds both the target and all weights of the drafter.
+            rows = validation_rows(store, config.training.num_validation_samples)
+            if prompts := validation_prompts(store, rows, NUM_PROMPTS):
+                decode = decoder_of(target, prompts, stop.is_set)
         same = LossArguments(
             heads,
             config.objective,
@@ -100,8 +111,9 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
             drafter,
             deliveries,
             same,
+            spec,
             len(groups),
-            None,
+            decode,
         )
         if world.is_leader:
             check_free_disk(run.directory, drafter.num_parameters(), config.training.keep_last)

@@ -36,6 +36,10 @@ class Stopped(Exception):
     """The run was asked to stop; all ranks agreed and the state is saved as far as it could be."""
 
 
+class RunFailed(RuntimeError):
+    """The run cannot go on, its checkpoints stand: out of memory, too many steps that are not finite."""
+
+
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent dies; at once if it is dead already."""
     parent = os.getppid()
