@@ -52,7 +52,7 @@ def linear_cross_entropy(
             head.T)). No gradient flows to it. `log_prob_P` and `correct_P` still refer to `labels_P`.
 
     Returns:
-        VocabularyLoss. Products accumulate in float32 (float64 for float64). P = 0 gives empty tensors.
+        VocabularyLoss. Products and sums accumulate in float32 (float64 for float64). P = 0 gives empty tensors.
     """
     head_VD = head_VD.detach()
     if hidden_PD.is_cuda:
@@ -121,7 +121,7 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
         log of the summed exponentials [R], and the id of the largest logit [R], lowest among equals.
     """
     accumulate = torch.promote_types(hidden.dtype, torch.float32)
-    num_rows = len(hidden)
+    narrow, num_rows = hidden.dtype != accumulate, len(hidden)
     largest = torch.full((num_rows,), -torch.inf, dtype=accumulate)
     best = torch.zeros(num_rows, dtype=torch.int64)
     total = torch.zeros(num_rows, dtype=accumulate)
@@ -129,10 +129,12 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
     for begin in range(0, len(head_VD), TILE_VOCABULARY):
         head = head_VD[begin : begin + TILE_VOCABULARY]
         logits = buffer[: num_rows * len(head)].view(num_rows, len(head))
-        if hidden.dtype == accumulate:
-            torch.mm(hidden, head.T, out=logits)
+        if narrow:
+            logits.copy_(
+                hidden @ head.T
+            )  # bfloat16 products round their result, as the target's own logits do
         else:
-            logits.copy_(hidden @ head.T)
+            torch.mm(hidden, head.T, out=logits)
         tile_largest, tile_best = logits.max(dim=-1)
         best = torch.where(tile_largest > largest, tile_best + begin, best)
         new_largest = torch.maximum(largest, tile_largest)
@@ -143,9 +145,11 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
         if mean_head is None:
             continue
         if begin == 0:
-            torch.mm(exponentials, head.to(accumulate), out=mean_head)
+            mean_head.zero_()
+        if narrow:
+            mean_head.mul_(rescale[:, None]).add_(exponentials.to(hidden.dtype) @ head)
         else:
-            mean_head.mul_(rescale[:, None]).addmm_(exponentials, head.to(accumulate))
+            mean_head.mul_(rescale[:, None]).addmm_(exponentials, head)
     if mean_head is not None:
         mean_head.div_(total[:, None])
     return total.log_().add_(largest), best

@@ -313,10 +313,8 @@ class DFlashDrafter(nn.Module):
             context_start_A: int32, packed row where the block's sample starts. Non-decreasing.
             anchor_A: int32, packed row of the block's anchor. Non-decreasing. Slot k stands at position
                 anchor - context_start + k, past the sample's end too.
-
             keep_P: None, or flat indices a * K + k of the slots whose final state is wanted: the last layer's
-                MLP
-                (most of its cost) runs for these alone. All slots are attended to as ever.
+                MLP, most of its cost, runs for these alone. All slots are attended to as ever.
 
         Returns:
             hidden_AKD, or [P, D] of the slots to keep. Slot k predicts the token at position k of the block,

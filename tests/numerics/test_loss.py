@@ -45,8 +45,8 @@ def test_supervision_does_not_enter_the_next_sample_of_a_pack():
 
 
 def test_supervision_stops_after_the_first_disagreement():
-    """Tokens where the target agrees: rows 3, 4 and 6. The slot that disagrees is supervised, the next is not."""
-    mask, agrees = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 0, 1, 1]).bool()
+    """The target agrees in rows 3, 4, 6. The slot that disagrees is supervised, the next is not."""
+    mask, agrees = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1]), torch.tensor([0, 0, 0, 1, 1, 0, 1, 0]).bool()
     anchors, ends = torch.tensor([2, 4, 5, 6]), torch.full((4,), 8)
     result = supervised_slots(mask, anchors, ends, block_size=5, agrees_T=agrees).int().tolist()
     assert result == [[0, 1, 1, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]]
