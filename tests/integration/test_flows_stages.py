@@ -1,0 +1,226 @@
+"""Which stages run again after which change, in one process against a temporary Prefect server.
+
+Training and evaluation are replaced by functions that write what the real ones leave behind, so that a row costs
+a second; `test_flows_command.py` runs the real ones. Rows build on the state that the row before left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.config import UserError
+from tests.integration.flow_inputs import BASE, write_rows
+
+ALL_PLANS = ["plan"] * 10  # five strategies, two epochs
+
+
+class Recorder:
+    """Replaces the bodies of stages by ones that note their names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from dflash_core.training import launcher
+        from tasks import buckets, evaluate, ingest, length_profile, plans, target  # noqa: F401
+        from tasks.stages import STAGES
+
+        self.ran: list[str] = []
+        for stage in STAGES.values():
+            body = self._evaluate if stage.name == "evaluate" else stage.function
+            monkeypatch.setattr(stage, "function", self._noting(stage.name, body))
+        monkeypatch.setattr(launcher, "launch", self._launch)
+
+    def _noting(self, name: str, body: Any) -> Any:
+        def noted(out: Path, **inputs: Any) -> dict[str, Any]:
+            self.ran.append(name)
+            return body(out, **inputs)
+
+        return noted
+
+    def _evaluate(self, out: Path, **inputs: Any) -> dict[str, Any]:
+        figures = {
+            "acceptance_length": 1.5,
+            "acceptance_interval": [1.2, 1.8],
+            "prompts": 2,
+            "lossless": True,
+        }
+        (out / "evaluation.json").write_text("{}")
+        return {"evaluation": {**figures, "acceptance_by_position": [0.5], "sets": {}}}
+
+    def _launch(self, run_dir: Path, config: Any, on_metrics: Any) -> dict[str, Any]:
+        self.ran.append("train")
+        described = json.loads((run_dir / "run.json").read_text())
+        lines = [
+            {
+                "step": step,
+                "time_ms": int(time.time() * 1000),
+                "train/loss": 3.0 / step,
+                "validation/loss": 2.0,
+            }
+            for step in range(1, described["total_steps"] + 1)
+        ]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        on_metrics(lines)
+        (run_dir / "drafter").mkdir()
+        (run_dir / "drafter" / "config.json").write_text("{}")
+        (run_dir / "drafter" / "model.safetensors").write_text(described["run_key"])
+        summary = {
+            "steps": len(lines),
+            "updates": len(lines),
+            "samples": 1,
+            "tokens": 10,
+            "tokens_per_second": 5.0,
+        }
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    def take(self) -> list[str]:
+        ran, self.ran = sorted(self.ran), []
+        return ran
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[None]:
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture
+def place(
+    tmp_path: Path, tiny_target_dir: Path, harness: None, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Settings of a run of its own: one data file, the tiny target, an MLflow database under tmp_path."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copytree(tiny_target_dir, tmp_path / "target")
+    write_rows(tmp_path / "data" / "a.jsonl", 60, seed=0)
+    return {
+        **BASE,
+        "storage_root": str(tmp_path / "runs"),
+        "target": {"name": str(tmp_path / "target")},
+        "data": {"files": [str(tmp_path / "data")], "min_validation_samples": 4},
+        "tracking": {"system_metrics": False},
+    }
+
+
+def test_what_reruns_after_which_change(place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sql
+    from flows.deployments import merge
+    from flows.train_dflash import train_dflash
+
+    recorder = Recorder(monkeypatch)
+
+    def ran(**changes: Any) -> list[str]:
+        train_dflash(**merge(place, changes))
+        return recorder.take()
+
+    cold = ["edges", "evaluate", "ingest", *ALL_PLANS, "profile", "target", "train"]
+    assert ran() == sorted(cold)
+    assert ran() == []
+    for path in (tmp_path / "data" / "a.jsonl", tmp_path / "target" / "config.json"):
+        os.utime(path, ns=(1, 1))  # only the time
+    assert ran() == []
+    # execution settings
+    assert ran(training={"max_draft_slots": 128, "log_every": 7, "checkpoint_every_steps": 3}) == []
+    # the strategy is packed: a number of buckets changes the edges and the plans of `bucketed`, for the report
+    assert ran(batching={"num_buckets": 3}) == ["edges", "plan", "plan"]
+    assert ran(evaluation={"num_prompts": 3}) == ["evaluate"]
+    assert ran(optimizer={"lr": 0.002}) == ["evaluate", "train"]
+    assert ran(drafter={"num_layers": 2}) == ["evaluate", "train"]
+    assert ran(training={"seed": 1}) == sorted([*ALL_PLANS, "train", "evaluate"])
+    assert ran(batching={"strategy": "bucketed"}) == ["evaluate", "train"]
+    assert ran(batching={"strategy": "bucketed", "num_buckets": 3}) == ["evaluate", "train"]  # planned above
+    budget = ran(batching={"token_budget": 600})
+    assert budget == sorted(["edges", *ALL_PLANS, "train", "evaluate"])
+    # SQL text with the same result: early cutoff
+    read = sql.read
+    monkeypatch.setattr(sql, "read", lambda name: read(name) + "\n-- another text\n")
+    assert ran() == ["profile"]
+    monkeypatch.setattr(sql, "read", read)
+    # outputs of one stage deleted
+    root = Path(place["storage_root"])
+    [shard] = (root / "store" / "ingest").iterdir()
+    (shard / "shard" / "tokens.bin").unlink()
+    assert ran() == ["ingest"]
+    # another tokenizer: all ingest and what follows; equal lengths, so profile, edges and plans stay
+    path = tmp_path / "target" / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("{", '{"a_note": "another tokenizer",', 1))
+    assert ran() == ["evaluate", "ingest", "target", "train"]
+    # other weights, the same tokenizer
+    weights = tmp_path / "target" / "generation_config.json"
+    weights.write_text(weights.read_text().replace("{", '{"a_note": "another target",', 1))
+    assert ran() == ["evaluate", "target", "train"]
+    # one more file: its ingest alone
+    write_rows(tmp_path / "data" / "b.jsonl", 30, seed=1)
+    assert ran() == sorted(["ingest", "profile", "edges", *ALL_PLANS, "train", "evaluate"])
+    (tmp_path / "data" / "b.jsonl").unlink()
+    assert ran() == []  # everything of the earlier data is still there
+    assert ran(refresh=["profile"]) == ["profile"]
+
+
+def test_rebucket_touches_new_files_profile_edges_and_plans(
+    place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.rebucket import rebucket
+
+    recorder = Recorder(monkeypatch)
+    rebucket(**place)
+    assert recorder.take() == sorted(["target", "ingest", "profile", "edges", *ALL_PLANS])
+    write_rows(tmp_path / "data" / "b.jsonl", 30, seed=1)
+    result = rebucket(**place)
+    assert recorder.take() == sorted(["ingest", "profile", "edges", *ALL_PLANS])
+    assert set(result["plans"]) == {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
+    assert not (Path(place["storage_root"]) / "default").exists()  # no run
+
+
+def test_mistakes_in_the_data_leave_nothing(
+    place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.deployments import merge
+    from flows.rebucket import rebucket
+
+    def mistake(message: str, **changes: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            rebucket(**merge(place, changes))
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\nnot json\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    mistake("data.files: .*missing.jsonl", data={"files": [str(tmp_path / "missing.jsonl")]})
+    mistake("data.files: .*empty", data={"files": [str(tmp_path / "empty")]})
+    mistake("no usable row", data={"files": [str(tmp_path / "bad.jsonl")]})
+    mistake("empty.jsonl", data={"files": [str(tmp_path / "empty.jsonl")]})
+    mistake("batching.token_budget: 20 slots is less than", batching={"token_budget": 20})
+    mistake("target.name: .*nowhere", target={"name": str(tmp_path / "nowhere")})
+    mistake("refresh: 'training' is not allowed", refresh=["training"])
+    mistake("training.epoch: unknown setting", training={"epoch": 1})
+    store = Path(place["storage_root"]) / "store"
+    assert [p.name for p in (store / "ingest").iterdir() if p.name.startswith(".")] == []
+    for pointer in store.glob("*/*/pointer.json"):
+        assert json.loads(pointer.read_text())["stage"] in ("target", "ingest", "profile")
+
+
+def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.compare_strategies import compare_strategies
+    from flows.deployments import merge
+    from tasks import compare
+
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(
+        compare, "initial_loss", lambda run_dir, *, label: {"loss": 4.0, "anchor_digest": "a"}
+    )
+    found = compare_strategies(**merge(place, {"strategies": ["sorted", "packed"], "seeds": [0, 1]}))
+    assert recorder.take().count("train") == 4
+    assert set(found["strategies"]) == {"sorted", "packed"} and found["seeds"] == [0, 1]
+    assert found["anchors_equal"] is True and found["initial_loss_spread"] == 0.0
+    directory = Path(found["directory"])
+    assert json.loads((directory / "report.json").read_text())["recommendation"] == found["recommendation"]
+    assert (directory.parent / "latest").resolve() == directory.resolve()
+    assert {p.name for p in (directory / "plots").iterdir()} >= {"throughput.png", "loss_samples.png"}

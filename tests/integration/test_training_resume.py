@@ -1,0 +1,168 @@
+"""A run that was stopped and went on equals one that was not: bit for bit at the same ranks, closely at others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_core.config import RunConfig, UserError
+from dflash_core.training.launcher import TrainingFailed, launch
+from tests.training_run import (
+    assert_nothing_left,
+    launcher_pid,
+    losses,
+    read_metrics,
+    signal_rank,
+    weights,
+    when_step,
+    with_training,
+    write_run,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root: Path, tiny_target_dir: Path) -> Path:
+    run_dir, config = write_run(root, tiny_target_dir, name="undisturbed")
+    summary = launch(run_dir, config)
+    assert summary["steps"] == len(losses(run_dir)) and summary["updates"] == summary["steps"]
+    return run_dir
+
+
+def stop_at(run_dir: Path, config: RunConfig, step: int) -> int:
+    """Train until `step` is logged, then SIGTERM; returns the step of the checkpoint that was published."""
+    thread = when_step(run_dir, step, lambda: os.kill(launcher_pid(run_dir), signal.SIGTERM))
+    with pytest.raises(TrainingFailed, match="stopped by a signal at step"):
+        launch(run_dir, config)
+    thread.join()
+    assert_nothing_left(run_dir, 5)
+    return newest(run_dir)
+
+
+def newest(run_dir: Path) -> int:
+    return max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
+
+
+def assert_equal_runs(run_dir: Path, undisturbed: Path) -> None:
+    """Losses of all steps, validations and weights, bit for bit."""
+    assert losses(run_dir) == losses(undisturbed)
+    for kind in ("validation/loss", "validation/acceptance_length"):
+        found, expected = (read_metrics(d, kind) for d in (run_dir, undisturbed))
+        assert {s: v[kind] for s, v in found.items()} == {s: v[kind] for s, v in expected.items()}
+    ours, theirs = weights(run_dir), weights(undisturbed)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert np.array_equal(tensor, theirs[name]), name
+
+
+def test_two_interruptions_and_a_truncated_checkpoint(
+    root: Path, undisturbed: Path, tiny_target_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, name="interrupted")
+    first = stop_at(run_dir, config, 2)
+    assert first >= 2  # nothing that was completed is lost
+    second = stop_at(run_dir, config, first + 3)
+    assert second >= first + 3
+    damaged = run_dir / "checkpoints" / f"step-{second:08d}"
+    tensors = next(damaged.glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    capfd.readouterr()
+    launch(run_dir, config)
+    said = capfd.readouterr().out
+    assert f"skipped checkpoint {damaged.name}:" in said and "resuming from" in said
+    assert_equal_runs(run_dir, undisturbed)
+
+
+def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
+    """Every checkpoint of one run is a place to go on from; here the ends of the first epoch."""
+    run_dir, config = write_run(root, tiny_target_dir, name="epoch-end")
+    every_step = with_training(config, checkpoint_every_steps=1, keep_last=1000)
+    launch(run_dir, every_step)
+    assert_equal_runs(run_dir, undisturbed)
+    from dflash_core.batching.storage import load_plan
+
+    boundary = load_plan(run_dir / "epoch-000.parquet").num_steps
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        if int(checkpoint.name[5:]) > boundary:
+            shutil.rmtree(checkpoint)
+    assert newest(run_dir) == boundary
+    launch(run_dir, config)
+    assert_equal_runs(run_dir, undisturbed)
+
+
+def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, name="other-ranks")
+    stop_at(run_dir, config, 3)
+    launch(run_dir, with_training(config, topology="split", num_drafter_ranks=2))
+    expected, found = read_metrics(undisturbed), read_metrics(run_dir)
+    assert list(found) == list(expected)
+    for step, line in expected.items():
+        assert found[step]["train/lr"] == line["train/lr"]
+        assert found[step]["batch/num_samples"] == line["batch/num_samples"]
+        assert found[step]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
+
+
+def test_the_best_checkpoint_survives_a_resume_and_is_exported(undisturbed: Path) -> None:
+    """Also when a later validation is worse: what counts is the stored best, not the first after a resume."""
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    by_step = {s: v["validation/loss"] for s, v in read_metrics(undisturbed, "validation/loss").items()}
+    assert 0 in by_step and summary["steps"] in by_step
+    assert summary["best_validation_loss"] == min(by_step.values())
+    assert summary["exported_step"] == summary["best_step"] == min(by_step, key=lambda s: by_step[s])
+
+
+def test_a_cached_run_equals_itself_after_a_resume(root: Path, tiny_target_dir: Path) -> None:
+    """The cache is filled in another order after a resume; the states it holds are the same ones."""
+    changes = {"target": {"cache": "memory"}, "objective": {"labels": "target"}}
+    whole, config = write_run(root, tiny_target_dir, changes, name="cached")
+    launch(whole, config)
+    run_dir, config = write_run(root, tiny_target_dir, changes, name="cached-interrupted")
+    stop_at(run_dir, config, 10)
+    launch(run_dir, config)
+    assert_equal_runs(run_dir, whole)
+    on_disk, config = write_run(root, tiny_target_dir, {**changes, "target": {"cache": "disk"}}, name="on-disk")
+    launch(on_disk, config)
+    assert_equal_runs(on_disk, whole)
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+    root: Path, undisturbed: Path, tiny_target_dir: Path
+) -> None:
+    named = undisturbed / "checkpoints" / f"step-{newest(undisturbed):08d}"
+    changes = {"drafter": {"block_size": 6}, "optimizer": {"lr": 1e-3}, "training": {"resume_from": str(named)}}
+    run_dir, config = write_run(root, tiny_target_dir, changes, name="misfit")
+    with pytest.raises(UserError) as refusal:
+        launch(run_dir, config)
+    message = str(refusal.value)
+    assert "drafter.block_size: 4 -> 6" in message and "optimizer.lr: 0.003 -> 0.001" in message
+    assert str(named) in message
+    assert not list((run_dir / "checkpoints").iterdir())
+
+
+def test_a_step_is_stopped_by_a_signal_to_one_rank_alone(root: Path, tiny_target_dir: Path) -> None:
+    """All ranks agree: the others save the same step and end."""
+    run_dir, config = write_run(root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-told")
+    thread = when_step(run_dir, 3, lambda: signal_rank(run_dir, 1, signal.SIGTERM))
+    with pytest.raises(TrainingFailed, match="stopped by a signal"):
+        launch(run_dir, config)
+    thread.join()
+    assert newest(run_dir) >= 3
+    assert_nothing_left(run_dir, 5)
