@@ -1,0 +1,337 @@
+"""Check and time the CUDA kernels on this machine's GPU, at Qwen3-8B shapes. Ends within 8 minutes.
+
+    python -m benchmarks.kernels
+
+1. Numerics: values and gradients in bfloat16 against float64, and that two backward passes give the same
+   bits.
+2. Vocabulary loss, forward and backward to the hidden states, 7,680 positions, D 4,096, V 151,936:
+   against full logits, and against Liger's fused linear cross-entropy where `liger_kernel` is installed.
+   Memory is what a call adds at its peak, as a share of the bfloat16 logits.
+3. Block attention, forward and backward, against compiled `flex_attention`: 32 query and 8 key/value
+   heads of 128, 512 blocks of 16 slots, contexts of 2K to 32K. Anchors are new in every step, so the time
+   of `flex_attention` includes making its block mask (compiled too); the time without it is shown beside.
+
+Prints tables, then one line of JSON with the same figures. Without a CUDA device it says so and exits
+with 2; it never prints a time that it did not measure. Exit code 1: a numeric check failed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_core.kernels.block_attention import block_attention, block_attention_reference
+from dflash_core.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+
+TIME_LIMIT_SECONDS = 420.0  # a comparison that would start later is left out, and said to be
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_ANCHORS = 32, 8, 128, 16, 512
+CONTEXTS = (2_048, 4_096, 8_192, 16_384, 32_768)
+WIDTH, VOCABULARY, NUM_POSITIONS = 4_096, 151_936, NUM_ANCHORS * (BLOCK_SIZE - 1)
+STARTED = time.monotonic()
+
+
+def time_left() -> bool:
+    return time.monotonic() - STARTED < TIME_LIMIT_SECONDS
+
+
+def measure(step: Callable[[int], None], *, warmup: int = 3, repeats: int = 10) -> dict[str, float]:
+    """Median time of step(i) in ms, and the bytes that a call adds at its peak."""
+    for i in range(warmup):
+        step(i)
+    torch.cuda.synchronize()
+    times = []
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(warmup, warmup + repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(i)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"ms": statistics.median(times), "peak_mb": peak / 2**20}
+
+
+def draw(*shape: int, seed: int, scale: float = 1.0, dtype=torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device="cuda") * scale).to(dtype)
+
+
+def draw_anchors(context: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randperm(context, generator=generator, device="cuda")[:NUM_ANCHORS].sort().values.int()
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def attention_tensors(A: int, K: int, T: int, N: int, G: int, H: int) -> list[Tensor]:
+    shapes = [(A, K, N, H), (T, G, H), (T, G, H), (A, K, G, H), (A, K, G, H)]
+    return [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+# ---- numerics
+
+
+def relative_errors(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Largest difference of any pair, as a share of that tensor's largest value."""
+    return max(((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, wanted))
+
+
+def attention_numerics() -> list[dict[str, Any]]:
+    results = []
+    for K, N, G, H, window in (
+        (16, 32, 8, 128, None),
+        (16, 32, 8, 128, 512),
+        (8, 9, 3, 64, None),
+        (10, 8, 4, 96, None),
+    ):
+        lengths, per_sample = (37, 1_500, 511), (3, 60, 33)
+        starts, anchors, first = [], [], 0
+        for length, count in zip(lengths, per_sample):
+            rows = torch.randperm(length, generator=torch.Generator().manual_seed(K))[:count].sort().values
+            anchors += [first + row for row in rows.tolist()]
+            starts += [first] * count
+            first += length
+        rows = {"context_start_A": torch.tensor(starts, dtype=torch.int32, device="cuda")}
+        rows["anchor_A"] = torch.tensor(anchors, dtype=torch.int32, device="cuda")
+        tensors, dout = (
+            attention_tensors(len(anchors), K, first, N, G, H),
+            draw(len(anchors), K, N, H, seed=9),
+        )
+        runs = []
+        for function, inputs, gradient in (
+            (block_attention, tensors, dout),
+            (block_attention, tensors, dout),
+            (block_attention_reference, [x.double() for x in tensors], dout.double()),
+        ):
+            inputs = leaves(inputs)
+            out = function(*inputs, **rows, sliding_window=window)
+            out.backward(gradient)
+            runs.append([out.detach(), *(x.grad for x in inputs)])
+        error, same = relative_errors(runs[0], runs[2]), all(torch.equal(x, y) for x, y in zip(*runs[:2]))
+        name = f"attention K {K} heads {N}/{G} x {H} window {window}"
+        results.append({"case": name, "error": error, "repeatable": same, "passed": same and error < 0.02})
+    return results
+
+
+def loss_numerics() -> list[dict[str, Any]]:
+    results = []
+    for D, V, soft in ((WIDTH, VOCABULARY, False), (WIDTH, VOCABULARY, True), (576, 49_153, False)):
+        hidden, head = draw(300, D, seed=1), draw(V, D, seed=2, scale=3 * D**-0.5)
+        labels = (hidden.float() @ head.float().T).argmax(dim=-1)
+        labels[::2] = torch.arange(0, 150, device="cuda")
+        target = draw(300, D, seed=3) if soft else None
+        weights = torch.rand(300, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+        weights[::7] = 0
+        runs = []
+        for function, cast in (
+            (linear_cross_entropy, lambda x: x),
+            (linear_cross_entropy, lambda x: x),
+            (linear_cross_entropy_reference, lambda x: x.double()),
+        ):
+            leaf = leaves([cast(hidden)])[0]
+            found = function(
+                leaf, cast(head), labels, soft_target_PD=None if target is None else cast(target)
+            )
+            (found.loss_P * weights.to(found.loss_P.dtype)).sum().backward()
+            runs.append([found.loss_P.detach(), found.log_prob_P, leaf.grad, found.correct_P])
+        error = relative_errors(runs[0][:3], runs[2][:3])
+        same = all(torch.equal(x, y) for x, y in zip(*runs[:2]))
+        exact = bool((runs[0][2][::7] == 0).all()) and torch.equal(runs[0][3], runs[2][3])
+        name = f"loss D {D} V {V}{' soft target' if soft else ''}"
+        passed = same and exact and error < 0.02
+        results.append({"case": name, "error": error, "repeatable": same, "passed": passed})
+    return results
+
+
+# ---- block attention
+
+
+def product_attention_step(context: int) -> Callable[[int], None]:
+    tensors = leaves(attention_tensors(NUM_ANCHORS, BLOCK_SIZE, context, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM))
+    dout = draw(NUM_ANCHORS, BLOCK_SIZE, NUM_HEADS, HEAD_DIM, seed=9)
+    start = torch.zeros(NUM_ANCHORS, dtype=torch.int32, device="cuda")
+    all_anchors = [draw_anchors(context, seed) for seed in range(20)]
+
+    def step(i: int) -> None:
+        out = block_attention(*tensors, context_start_A=start, anchor_A=all_anchors[i])
+        torch.autograd.grad(out, tensors, dout)
+
+    return step
+
+
+def flex_inputs(tensors: list[Tensor]) -> list[Tensor]:
+    """q [1, N, A * K, H], and k and v [1, G, T + A * K, H] of the same numbers."""
+    q, k_ctx, v_ctx, k_blk, v_blk = tensors
+    rows = [q.flatten(0, 1), torch.cat([k_ctx, k_blk.flatten(0, 1)]), torch.cat([v_ctx, v_blk.flatten(0, 1)])]
+    return [x.transpose(0, 1)[None].contiguous() for x in rows]
+
+
+def flex_attention_step(context: int, *, new_mask: bool) -> Callable[[int], None]:
+    """The same attention: keys are [context ; all blocks], concatenated beforehand and not in the time."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attend, make_mask = torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask)
+    num_slots = NUM_ANCHORS * BLOCK_SIZE
+    tensors = attention_tensors(NUM_ANCHORS, BLOCK_SIZE, context, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
+    q, k, v = leaves(flex_inputs(tensors))
+    dout = draw(1, NUM_HEADS, num_slots, HEAD_DIM, seed=9)
+    all_anchors = [draw_anchors(context, seed) for seed in range(20)]
+    anchors = all_anchors[0].clone()  # one buffer, overwritten each step: nothing is compiled again
+
+    def visible(b, h, slot, key):
+        block = slot // BLOCK_SIZE
+        return torch.where(key < context, key < anchors[block], (key - context) // BLOCK_SIZE == block)
+
+    def mask():
+        return make_mask(visible, None, None, num_slots, context + num_slots, device="cuda")
+
+    fixed_mask = mask()
+    found = (
+        attend(q, k, v, block_mask=fixed_mask, enable_gqa=True)[0]
+        .transpose(0, 1)
+        .unflatten(0, (-1, BLOCK_SIZE))
+    )
+    start = torch.zeros_like(anchors)
+    wanted = block_attention(*tensors, context_start_A=start, anchor_A=anchors)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # both time the same computation
+
+    def step(i: int) -> None:
+        if new_mask:
+            anchors.copy_(all_anchors[i])
+        out = attend(q, k, v, block_mask=mask() if new_mask else fixed_mask, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return step
+
+
+def attention_timings() -> list[dict[str, Any]]:
+    results = []
+    for context in CONTEXTS:
+        if not time_left():
+            results.append({"context": context, "skipped": "out of time"})
+            continue
+        row: dict[str, Any] = {"context": context}
+        pairs = statistics.mean(draw_anchors(context, s).sum().item() + 512 * 16 for s in range(3, 13))
+        row["product"] = measure(product_attention_step(context))
+        flops = 14 * HEAD_DIM * NUM_HEADS * BLOCK_SIZE * pairs  # 2 products forward, 5 in any backward
+        row["product"]["tflops"] = flops / row["product"]["ms"] / 1e9
+        for name, new_mask in (("flex", True), ("flex_mask_given", False)):
+            try:
+                row[name] = measure(flex_attention_step(context, new_mask=new_mask))
+            except Exception as error:  # a peer that does not run here is reported, not hidden
+                row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        if "ms" in row["flex"]:
+            row["speedup"] = row["flex"]["ms"] / row["product"]["ms"]
+        results.append(row)
+    return results
+
+
+# ---- vocabulary loss
+
+
+def loss_steps() -> dict[str, Callable[[int], None]]:
+    hidden = draw(NUM_POSITIONS, WIDTH, seed=1).requires_grad_()
+    head = draw(VOCABULARY, WIDTH, seed=2, scale=WIDTH**-0.5)
+    labels = torch.randint(VOCABULARY, (NUM_POSITIONS,), device="cuda")
+    weights = torch.rand(NUM_POSITIONS, device="cuda")
+
+    def product(i: int) -> None:
+        torch.autograd.grad((linear_cross_entropy(hidden, head, labels).loss_P * weights).sum(), hidden)
+
+    def soft_target(i: int) -> None:
+        found = linear_cross_entropy(hidden, head, labels, soft_target_PD=hidden.detach())
+        torch.autograd.grad((found.loss_P * weights).sum(), hidden)
+
+    def plain(i: int) -> None:
+        loss = F.cross_entropy((hidden @ head.T).float(), labels, reduction="none")
+        torch.autograd.grad((loss * weights).sum(), hidden)
+
+    steps = {"product": product, "product, soft target": soft_target, "full logits": plain}
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return steps
+    fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")  # it has no per-position weights in backward
+
+    def liger(i: int) -> None:
+        torch.autograd.grad(fused(head, hidden, labels), hidden)
+
+    return steps | {"Liger, no weights": liger}
+
+
+def loss_timings() -> list[dict[str, Any]]:
+    logits_mb = NUM_POSITIONS * VOCABULARY * 2 / 2**20
+    results = []
+    for name, step in loss_steps().items():
+        if not time_left():
+            results.append({"name": name, "skipped": "out of time"})
+            continue
+        try:
+            found = measure(step)
+        except Exception as error:
+            results.append({"name": name, "failed": f"{type(error).__name__}: {str(error)[:200]}"})
+            torch.cuda.empty_cache()
+            continue
+        flops = (6 if "soft" in name else 4) * NUM_POSITIONS * VOCABULARY * WIDTH
+        share = found["peak_mb"] / logits_mb
+        results.append({"name": name, **found, "share_of_logits": share, "tflops": flops / found["ms"] / 1e9})
+    return results
+
+
+def cell(entry: dict[str, Any] | None, key: str = "ms") -> str:
+    return f"{entry[key]:>10.2f}" if entry and key in entry else f"{'-':>10}"
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels: no CUDA device here. Nothing was measured.", file=sys.stderr)
+        return 2
+    import triton
+
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
+    numerics = attention_numerics() + loss_numerics()
+    for r in numerics:
+        verdict = "passed" if r["passed"] else "FAILED"
+        print(
+            f"{r['case']:<48} error {r['error']:.1e} of the largest, same bits {r['repeatable']}, {verdict}"
+        )
+    loss = loss_timings()
+    print(f"\n{'vocabulary loss':<24}{'ms':>10}{'TFLOP/s':>10}{'peak MB':>10}{'of logits':>10}")
+    for r in loss:
+        note = r.get("skipped") or r.get("failed") or ""
+        share = cell(r, "share_of_logits")
+        print(f"{r['name']:<24}{cell(r)}{cell(r, 'tflops')}{cell(r, 'peak_mb')}{share} {note}")
+    torch.cuda.empty_cache()
+    attention = attention_timings()
+    print(
+        f"\n{'context':>8}{'product ms':>12}{'TFLOP/s':>10}{'flex ms':>10}{'mask given':>11}{'speedup':>10}"
+    )
+    for r in attention:
+        product, flex, given = r.get("product"), r.get("flex"), r.get("flex_mask_given")
+        note = r.get("skipped") or (flex or {}).get("failed") or ""
+        print(f"{r['context']:>8}  {cell(product)}{cell(product, 'tflops')}{cell(flex)} {cell(given)}"
+              f"{cell(r, 'speedup')} {note}")  # fmt: skip
+    passed = all(r["passed"] for r in numerics)
+    print(json.dumps({"device": name, "torch": torch.__version__, "triton": triton.__version__,
+                      "passed": passed, "numerics": numerics, "loss": loss, "attention": attention,
+                      "seconds": round(time.monotonic() - STARTED, 1)}))  # fmt: skip
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
