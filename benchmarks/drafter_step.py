@@ -1,5 +1,4 @@
-"""One training step of the drafter (forward and backward) against the dense-mask, full-logits way of writing
-it.
+"""One training step of the drafter, forward and backward, against a dense mask and full logits.
 
     python -m benchmarks.drafter_step            # about 4 minutes on two cores
     python -m benchmarks.drafter_step --quick    # the two sides alone
@@ -7,8 +6,8 @@ it.
 Sizes of SmolLM2-135M: width 576, vocabulary 49,152, block size 8, three draft layers; 8 samples of 512 tokens
 packed, 64 anchors each, unless a row says otherwise. Every figure comes from a process of its own: seconds
 are the best of the repeats, memory is the growth of the process's peak resident size over what it held before
-the step, so inputs, weights and the target's head are not in it. Ratios within one run are what to read; on a busy machine those of
-the CPU seconds under OMP_NUM_THREADS=1.
+the step, so inputs, weights and the target's head are not in it. Ratios within one run are what to read; on a
+busy machine those of the CPU seconds under OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -114,6 +113,7 @@ def measure(
     gradient = float(sum(p.grad.double().square().sum() for p in drafter.parameters())) ** 0.5
     return {
         "seconds": min(seconds),
+        "cpu_seconds": min(cpu_seconds),
         "peak_mb": resident_mb("VmHWM") - before,
         "loss": loss,
         "gradient": gradient,

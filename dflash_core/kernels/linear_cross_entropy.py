@@ -52,7 +52,7 @@ def linear_cross_entropy(
             head.T)). No gradient flows to it. `log_prob_P` and `correct_P` still refer to `labels_P`.
 
     Returns:
-        VocabularyLoss. Products and sums accumulate in float32 (float64 for float64). P = 0 gives empty tensors.
+        VocabularyLoss. Products and sums accumulate in float32 (float64 for float64). P = 0 gives empties.
     """
     head_VD = head_VD.detach()
     if hidden_PD.is_cuda:

@@ -19,8 +19,9 @@ heads, G key/value heads, H head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -294,7 +295,8 @@ class DFlashDrafter(nn.Module):
     def project_layers(self, context_TD: Tensor, position_T: Tensor) -> list[LayerContext]:
         """Keys (rotated at positions in the sample) and values of the context for each layer."""
         tables = self._tables(position_T, context_TD.dtype)
-        return [layer.self_attn.keys_values(context_TD, *tables) for layer in self.layers]
+        layers = cast(Iterable[DrafterLayer], self.layers)
+        return [layer.self_attn.keys_values(context_TD, *tables) for layer in layers]
 
     def forward_blocks(
         self,
