@@ -94,7 +94,9 @@ def edges_of_lengths(
 
 
 def length_counts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Samples of each length: int64[longest + 1]. A chunk at a time, as `bincount` copies its input to int64."""
+    """Samples of each length: int64[longest + 1]. A chunk at a time, as `bincount` copies its input to
+    int64.
+    """
     counts = np.zeros(int(lengths.max(initial=0)) + 1, np.int64)
     for start in range(0, len(lengths), 1 << 20):
         counts += np.bincount(lengths[start : start + (1 << 20)], minlength=len(counts))

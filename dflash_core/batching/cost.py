@@ -8,11 +8,14 @@ floating-point operations (`CostModel.from_shapes`).
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dflash_core.config import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,34 @@ class CostModel:
         return total
 
     @classmethod
+    def fit(
+        cls, work: Work, *, capture_seconds: NDArray[np.float64], train_seconds: NDArray[np.float64]
+    ) -> CostModel:
+        """Constants from measured microbatches: non-negative least squares of the relative error.
+
+        Args:
+            work: of the measured microbatches; different shapes are needed to tell the constants apart (a
+            short
+                one, a long one, many short rows, few long rows).
+            capture_seconds, train_seconds: float64[n], measured, above 0.
+
+        Raises:
+            UserError: fewer than two measurements or one that is not positive.
+        """
+        count = len(work.slots)
+        if count < 2 or len(capture_seconds) != count or len(train_seconds) != count:
+            raise UserError(
+                f"measured microbatches: {count} is not allowed; allowed: at least 2, all with both times"
+            )
+        if not (np.min(capture_seconds) > 0 and np.min(train_seconds) > 0):
+            raise UserError("measured seconds: not above 0 in every microbatch")
+        ones = np.ones(count)
+        capture = _nonnegative([work.slots, work.pairs, ones], capture_seconds)
+        train = _nonnegative([work.tokens, work.draft_slots, work.draft_pairs, ones], train_seconds)
+        names = [f.name for f in fields(cls)]
+        return cls(**dict(zip(names, map(float, (*capture, *train)))))
+
+    @classmethod
     def from_shapes(
         cls,
         *,
@@ -105,3 +136,48 @@ class CostModel:
 
 
 REFERENCE = CostModel.from_shapes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Predicted device seconds of a whole plan, by part, and the real tokens they process."""
+
+    parts: dict[str, float]
+    num_tokens: int
+
+    @property
+    def capture_seconds(self) -> float:
+        return sum(seconds for name, seconds in self.parts.items() if name.startswith("capture"))
+
+    @property
+    def train_seconds(self) -> float:
+        return sum(seconds for name, seconds in self.parts.items() if name.startswith("train"))
+
+    @property
+    def seconds(self) -> float:
+        """One device that captures and trains, nothing overlapped."""
+        return self.capture_seconds + self.train_seconds
+
+
+def predict(work: Work, model: CostModel = REFERENCE) -> Prediction:
+    """Device seconds of all microbatches of `work` (of a plan: `plan.work`)."""
+    parts = {name: float(seconds.sum()) for name, seconds in model.parts(work).items()}
+    return Prediction(parts=parts, num_tokens=int(work.tokens.sum()))
+
+
+def _nonnegative(columns: list[NDArray[Any]], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of relative error with coefficients >= 0: the best of all subsets of the few columns."""
+    scaled = np.stack(columns, axis=1) / np.asarray(seconds, np.float64)[:, None]
+    norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
+    best, best_error = np.zeros(len(columns)), np.inf
+    for size in range(1, len(columns) + 1):
+        for subset in itertools.combinations(range(len(columns)), size):
+            chosen = list(subset)
+            solution = np.linalg.lstsq(scaled[:, chosen] / norms[chosen], np.ones(len(scaled)), rcond=1e-9)[0]
+            if (solution < 0).any():
+                continue
+            error = float(((scaled[:, chosen] / norms[chosen] @ solution - 1) ** 2).sum())
+            if error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(len(columns)), error
+                best[chosen] = solution / norms[chosen]
+    return best

@@ -58,7 +58,8 @@ def random_order(n: int, key: np.uint64) -> NDArray[np.int64]:
 
 @numba.njit(cache=True)
 def close_steps(tokens, tokens_per_step):
-    """Offsets of steps over microbatches: a step closes at the first that brings it to `tokens_per_step` tokens.
+    """Offsets of steps over microbatches: a step closes at the first that brings it to `tokens_per_step`
+    tokens.
 
     Tokens 4 4 4 4 4, 6 a step: [4 4] [4 4] [4] -> 0 2 4 5; the tail is kept as a smaller step.
 

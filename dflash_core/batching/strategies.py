@@ -75,9 +75,11 @@ def cut_microbatches(lengths: NDArray[np.int32], config: BatchingConfig, *, seed
 
 
 def _sort_keys(counts: NDArray[np.int64], quantum: int, budget: int) -> NDArray[np.int64]:
-    """Length -> sort key: ceil(length / quantum), neighbouring keys joined until they fill several microbatches.
+    """Length -> sort key: ceil(length / quantum), neighbouring keys joined until they fill several
+    microbatches.
 
-    Samples of one key are drawn anew each epoch, so a key that fills a single microbatch would meet again as a whole.
+    Samples of one key are drawn anew each epoch, so a key that fills a single microbatch would meet again as
+    a whole.
     """
     lengths = np.arange(len(counts))
     rounded = -(-lengths // quantum)
@@ -169,16 +171,17 @@ def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
 
 @numba.njit(cache=True)
 def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
-    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next samples.
+    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next
+    samples.
 
-    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay free;
-    then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever still fits.
-    Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting (best-fit-decreasing) would
-    put equal lengths together.
+    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay
+    free; then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever
+    still fits. Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting
+    (best-fit-decreasing) would put equal lengths together.
 
-    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for each
-    length. The oldest sample leaves its stack from below: only the count falls. Updates are free of branches, which
-    would be taken at random.
+    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for
+    each length. The oldest sample leaves its stack from below: only the count falls. Updates are free of
+    branches, which would be taken at random.
     """
     n = len(stream)
     capacity = 1

@@ -1,0 +1,422 @@
+"""Batch plans beside other people's samplers and packers, on the same lengths: efficiency, mixing, balance,
+time.
+
+    python benchmarks/batching.py                            # 902,000 synthetic lengths, 5 seeds, installed
+    peers python benchmarks/batching.py --lengths lengths.npy      # your own
+    python benchmarks/batching.py --large                    # also 1M, 10M and 100M lengths, each in its own
+    process
+
+Peers run when they import: `pip install .[peers]` brings lhotse and TRL (transformers is there already).
+axolotl pins other versions of TRL and transformers, so install it with `pip install --no-deps axolotl`; then
+its file `utils/samplers/multipack.py` alone is imported. Each peer is measured by its own code, one epoch,
+one seed; lhotse and TRL, which move Python objects or tokens, get at most `--slow-samples` lengths, and their
+seconds are scaled to all.
+
+Columns: efficiency = real tokens / slots (packed: / (packs * budget)); fill = real tokens / (microbatches *
+budget); over = microbatches over the budget; mix = variance of mean length between microbatches, and between
+steps of 64, over its i.i.d. value; again = pairs of samples that share a microbatch in two epochs running;
+balance = largest / mean predicted seconds of 8 ranks in a step of 64. Prints a table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_core.batching import BatchingConfig, BatchPlan, build_plan, edge_curve
+from dflash_core.batching.advice import check_speeds
+from dflash_core.batching.buckets import length_counts
+from dflash_core.batching.metrics import rank_balance, repeated_pair_share
+
+BUDGET = 49_152
+WINDOW = 64  # microbatches of a step
+RANKS = 8
+SEED_PROJECT_EDGES = (0, 770, 1216, 1728, 2432, 3296, 8192)
+SEED_PROJECT_SPEEDS = {"sorted": 31_000.0, "random": 11_900.0, "bucketed": 25_100.0}  # tokens/s
+OURS: dict[str, dict[str, Any]] = {
+    "packed": {"strategy": "packed"},
+    "sorted_fresh": {"strategy": "sorted_fresh"},
+    "sorted": {"strategy": "sorted"},
+    "random": {"strategy": "random"},
+    "bucketed, given 6 edges": {"strategy": "bucketed", "edges": SEED_PROJECT_EDGES},
+    "bucketed, optimal 6": {"strategy": "bucketed", "num_buckets": 6},
+    "bucketed, optimal 16": {"strategy": "bucketed", "num_buckets": 16},
+    "bucketed, optimal 32": {"strategy": "bucketed", "num_buckets": 32},
+    "static, given 6 edges": {"strategy": "bucketed", "edges": SEED_PROJECT_EDGES, "shapes": "static"},
+    "static, optimal 16": {"strategy": "bucketed", "num_buckets": 16, "shapes": "static"},
+    "static, optimal 32": {"strategy": "bucketed", "num_buckets": 32, "shapes": "static"},
+}
+
+
+def synthetic_lengths(n: int, seed: int = 20261129) -> np.ndarray:
+    """int32[n] in [64, 8192]: three lognormals whose optimal six buckets are those of a known set of 902,000
+    chats.
+    """
+    rng = np.random.default_rng(seed)
+    weight = np.exp([0, -1.7486, -1.415])
+    mu, sigma = np.array([7.1017, 6.5227, 8.0999]), np.array([0.4881, 0.0642, 0.0572])
+    out = np.empty(0, np.int32)
+    while len(out) < n:
+        kind = rng.choice(3, size=min(n, 2_000_000), p=weight / weight.sum())
+        drawn = np.ceil(np.exp(mu[kind] + sigma[kind] * rng.standard_normal(len(kind))))
+        out = np.concatenate([out, drawn[(drawn >= 64) & (drawn <= 8192)].astype(np.int32)])
+    return out[:n]
+
+
+def draft_slots_of(lengths: np.ndarray) -> np.ndarray:
+    """60% of tokens supervised, 512 anchors a sample, blocks of 16."""
+    return (np.minimum(512, (lengths * 0.6).astype(np.int32)) * 16).astype(np.int32)
+
+
+def measure_ours(lengths: np.ndarray, settings: dict[str, Any], num_seeds: int) -> dict[str, float]:
+    """Means over seeds; seconds: the fastest epoch."""
+    slots = draft_slots_of(lengths)
+    build_plan(
+        lengths[:1000], BatchingConfig(**settings), seed=0, epoch=0, draft_slots=slots[:1000]
+    )  # compile
+    probe = build_plan(lengths, BatchingConfig(**settings), seed=0, epoch=0)
+    step = int((WINDOW - 0.5) * probe.tokens.mean())
+    config = BatchingConfig(**settings, tokens_per_step=step)
+    rows = []
+    for seed in range(num_seeds):
+        before = build_plan(lengths, config, seed=seed, epoch=0, draft_slots=slots)
+        start = time.perf_counter()
+        plan = build_plan(lengths, config, seed=seed, epoch=1, draft_slots=slots)
+        seconds = time.perf_counter() - start
+        rows.append(measure(plan, before) | {"seconds": seconds})
+    out = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return out | {"seconds": min(r["seconds"] for r in rows), "most": max(r["microbatches"] for r in rows)}
+
+
+def measure(plan: BatchPlan, before: BatchPlan | None) -> dict[str, float]:
+    report, balance = plan.report(), rank_balance(plan, RANKS)
+    over = int((plan.work.slots > BUDGET).sum())
+    return {
+        "microbatches": float(report["num_microbatches"]),
+        "efficiency": report["padding_efficiency"],
+        "fill": report["fill"],
+        "over": float(over),
+        "mix_microbatch": report["mixing_microbatch"],
+        "mix_step": report["mixing_step"],
+        "again": float("nan") if before is None else repeated_pair_share(before, plan),
+        "balance": balance["seconds"],
+        "balance_lockstep": balance["lockstep"],
+        "balance_target": balance["target_slots"],
+        "balance_attention": balance["attention"],
+        "balance_draft": balance["draft_slots"],
+        "shapes": float(report["num_shapes"]),
+    }
+
+
+def plan_of(batches: Iterable[Iterable[int]], lengths: np.ndarray, *, packed: bool) -> BatchPlan:
+    """A peer's batches, in its order, as a plan with steps of 64, so that one code measures all."""
+    lists = [np.fromiter(batch, np.int32) for batch in batches]
+    order = np.concatenate(lists)
+    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
+    slots = draft_slots_of(lengths)[order].astype(np.int64)
+    mine = lengths[order].astype(np.int64)
+    longest = np.maximum.reduceat(mine, offsets[:-1])
+    last = len(lists)
+    return BatchPlan(
+        order=order,
+        offsets=offsets,
+        step_offsets=np.append(np.arange(0, last, WINDOW), last).astype(np.int64),
+        widths=(np.zeros(last) if packed else longest).astype(np.int32),
+        tokens=np.add.reduceat(mine, offsets[:-1]),
+        squared_lengths=np.add.reduceat(mine * mine, offsets[:-1]),
+        draft_slots=np.add.reduceat(slots, offsets[:-1]),
+        draft_pairs=np.add.reduceat(slots * mine, offsets[:-1]),
+        config=BatchingConfig(strategy="packed" if packed else "random", token_budget=BUDGET),
+        seed=0,
+        epoch=0,
+    )
+
+
+def run_group_by_length(lengths: np.ndarray, epoch: int, rows: int) -> list[np.ndarray]:
+    import torch
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    generator = torch.Generator().manual_seed(epoch)
+    indices = np.array(get_length_grouped_indices(lengths.tolist(), rows, generator=generator))
+    return np.split(indices, np.arange(rows, len(indices), rows))
+
+
+def run_lhotse(lengths: np.ndarray, epoch: int, num_buckets: int) -> list[np.ndarray]:
+    from lhotse import CutSet, MonoCut
+    from lhotse.dataset.sampling import DynamicBucketingSampler
+
+    cuts = CutSet.from_cuts(
+        MonoCut(id=str(i), start=0.0, duration=float(length), channel=0, custom={"row": i})
+        for i, length in enumerate(lengths)
+    )
+    sampler = DynamicBucketingSampler(
+        cuts, max_duration=float(BUDGET), num_buckets=num_buckets, shuffle=True, seed=0, drop_last=False
+    )
+    sampler.set_epoch(epoch)
+    return [np.array([int(cut.id) for cut in batch]) for batch in sampler]
+
+
+def run_trl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
+    """The packs' samples are read back from `seq_lengths`: any unused sample of that length stands for it."""
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
+    from trl import pack_dataset
+
+    disable_progress_bars()
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.int8)))
+    packed = pack_dataset(Dataset(pa.table({"input_ids": tokens})), BUDGET)
+    rows = packed.with_format("arrow")[:]["seq_lengths"].to_pylist()
+    by_length = np.argsort(lengths, kind="stable")
+    next_of = {int(v): int(s) for v, s in zip(*np.unique(lengths[by_length], return_index=True))}
+    out = []
+    for row in rows:
+        picked = []
+        for length in row:
+            picked.append(by_length[next_of[length]])
+            next_of[length] += 1
+        out.append(np.array(picked))
+    return out
+
+
+def run_axolotl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
+    import torch
+
+    sampler_class = axolotl_multipack()
+    generator = torch.Generator().manual_seed(epoch)
+    sampler = sampler_class(
+        torch.utils.data.RandomSampler(range(len(lengths)), generator=generator),
+        batch_size=1,
+        batch_max_len=BUDGET,
+        lengths=lengths,
+        bin_size=10_000,
+        drop_last=False,
+        num_processes=2,
+    )
+    return [np.array(packs[0]) for packs in sampler.generate_batches(set_stats=False)]
+
+
+def axolotl_multipack() -> type:
+    """`MultipackBatchSampler` of the installed axolotl; without axolotl's dependencies, of its source file
+    alone.
+    """
+    try:
+        return importlib.import_module("axolotl.utils.samplers.multipack").MultipackBatchSampler
+    except ImportError:
+        found = importlib.util.find_spec("axolotl")
+        if found is None or not found.submodule_search_locations:
+            raise
+        path = Path(found.submodule_search_locations[0]) / "utils" / "samplers" / "multipack.py"
+        for name, attribute in (("distributed", "reduce_and_broadcast"), ("logging", "get_logger")):
+            stand_in = types.ModuleType(f"axolotl.utils.{name}")
+            setattr(stand_in, attribute, __import__("logging").getLogger)
+            sys.modules[f"axolotl.utils.{name}"] = stand_in
+        spec = importlib.util.spec_from_file_location("axolotl_multipack", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["axolotl_multipack"] = module
+        spec.loader.exec_module(module)
+        return module.MultipackBatchSampler
+
+
+PEERS: dict[str, tuple[str, bool, bool, Callable[[np.ndarray, int], list[np.ndarray]]]] = {
+    # name: (distribution, packed, gets fewer samples, epoch of batches)
+    "transformers group_by_length, 6 rows": (
+        "transformers",
+        False,
+        False,
+        lambda x, e: run_group_by_length(x, e, 6),
+    ),
+    "transformers group_by_length, 30 rows": (
+        "transformers",
+        False,
+        False,
+        lambda x, e: run_group_by_length(x, e, 30),
+    ),
+    "lhotse DynamicBucketing, 30": ("lhotse", False, True, lambda x, e: run_lhotse(x, e, 30)),
+    "TRL pack_dataset bfd": ("trl", True, True, run_trl),
+    "axolotl multipack": ("axolotl", True, False, run_axolotl),
+}
+
+
+def measure_peers(lengths: np.ndarray, slow_samples: int) -> dict[str, dict[str, Any]]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    out: dict[str, dict[str, Any]] = {}
+    for name, (distribution, packed, slow, run) in PEERS.items():
+        try:
+            label = f"{name} ({version(distribution)})"
+        except PackageNotFoundError:
+            print(f"{name}: not installed, left out", file=sys.stderr)
+            continue
+        mine = lengths[: min(len(lengths), slow_samples)] if slow else lengths
+        with contextlib.redirect_stdout(sys.stderr):
+            if packed:
+                run(mine[:2000], 0)  # compile
+            start = time.perf_counter()
+            batches = run(mine, 1)
+            seconds = (time.perf_counter() - start) * len(lengths) / len(mine)
+            before = None if "TRL" in name else plan_of(run(mine, 0), mine, packed=packed)
+        row = measure(plan_of(batches, mine, packed=packed), before) | {"seconds": seconds}
+        row["microbatches"] *= len(lengths) / len(mine)
+        out[label] = row | {"samples": len(mine)}
+    return out
+
+
+def measure_large(sizes: list[int]) -> list[dict[str, float]]:
+    """Seconds and peak memory of one packed and one sorted_fresh epoch, each size in a process of its own."""
+    out = []
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "lengths.npy"
+        unit = synthetic_lengths(1_000_000)
+        for size in sizes:
+            lengths = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(size,))
+            for start in range(0, size, len(unit)):
+                lengths[start : start + len(unit)] = unit[: size - start]
+            lengths.flush()
+            del lengths
+            for strategy in ("packed", "sorted_fresh"):
+                command = [sys.executable, __file__, "--child", str(path), strategy]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                out.append(json.loads(done.stdout) | {"samples": size, "strategy": strategy})
+    return out
+
+
+def child(path: str, strategy: str) -> None:
+    config = BatchingConfig(strategy=strategy)  # type: ignore[arg-type]
+    lengths = np.load(path)
+    build_plan(lengths[:1000], config, seed=0, epoch=0)  # compile
+    empty = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    plan = build_plan(lengths, config, seed=0, epoch=0)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        json.dumps(
+            {
+                "seconds": seconds,
+                "peak_gb": peak / 1e6,
+                "added_gb": (peak - empty) / 1e6,
+                "packs": plan.num_microbatches,
+            }
+        )
+    )
+
+
+def time_edges(lengths: np.ndarray) -> dict[str, float]:
+    counts = length_counts(lengths)
+    values = np.flatnonzero(counts)
+    out = {}
+    for shapes in ("dynamic", "static"):
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            curve = edge_curve(values, counts[values], max_buckets=64, token_budget=BUDGET, shapes=shapes)  # type: ignore[arg-type]
+            seconds.append(time.perf_counter() - start)
+        out |= {f"edges_{shapes}_seconds": min(seconds), f"knee_{shapes}": float(curve.knee)}
+    return out
+
+
+def print_table(rows: dict[str, dict[str, Any]]) -> None:
+    heads = (
+        "batches",
+        "effic.",
+        "fill",
+        "over",
+        "mix mb",
+        "mix step",
+        "again",
+        "balance",
+        "target",
+        "attn",
+        "draft",
+    )
+    names = ("microbatches", "efficiency", "fill", "over", "mix_microbatch", "mix_step", "again", "balance")
+    names += ("balance_target", "balance_attention", "balance_draft")
+    print(f"{'':46}" + "".join(f"{head:>9}" for head in heads) + f"{'seconds':>9}{'shapes':>8}")
+    for label, row in rows.items():
+        cells = [f"{row[n]:9,.0f}" if n in ("microbatches", "over") else f"{row[n]:9.4f}" for n in names]
+        print(f"{label[:45]:46}" + "".join(cells) + f"{row['seconds']:9.3f}{row['shapes']:8,.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=Path, help=".npy of whole numbers; default: synthetic")
+    parser.add_argument("--num-samples", type=int, default=902_000)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--slow-samples", type=int, default=100_000)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--large", action="store_true", help="also 1M, 10M and 100M lengths")
+    parser.add_argument("--child", nargs=2, metavar=("PATH", "STRATEGY"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child)
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    lengths = np.load(args.lengths).astype(np.int32) if args.lengths else synthetic_lengths(args.num_samples)
+    ours = {name: measure_ours(lengths, settings, args.seeds) for name, settings in OURS.items()}
+    peers = {} if args.no_peers else measure_peers(lengths, args.slow_samples)
+    bound = -(-int(lengths.sum(dtype=np.int64)) // BUDGET)
+    print(
+        f"{len(lengths):,} lengths, mean {lengths.mean():,.1f}, longest {lengths.max():,}; budget {BUDGET:,} slots;"
+    )
+    print(f"lower bound {bound:,} packs; ours: means of {args.seeds} seeds, seconds of the fastest epoch")
+    print_table(ours | peers)
+    works = {
+        name: build_plan(
+            lengths, BatchingConfig(strategy=name, edges=SEED_PROJECT_EDGES), seed=0, epoch=0
+        ).work
+        for name in ("sorted", "random", "bucketed")
+    }
+    check = check_speeds(works, SEED_PROJECT_SPEEDS, relative_to="sorted")
+    edges = time_edges(lengths)
+    for name, value in edges.items():
+        print(f"{name}: {value:.3f}")
+    print("speed relative to sorted, predicted / measured:", end=" ")
+    print(", ".join(f"{name} {check.predicted[name]:.3f} / {check.measured[name]:.3f}" for name in works))
+    print(
+        "random fits when one constant is multiplied:", {k: round(v, 2) for k, v in check.explanation.items()}
+    )
+    large = measure_large([1_000_000, 10_000_000, 100_000_000]) if args.large else []
+    for row in large:
+        print(
+            f"{row['samples']:>12,} {row['strategy']:13} {row['seconds']:7.2f} s {row['peak_gb']:6.2f} GB at peak"
+        )
+    packed, best_peer = ours["packed"], [p for n, p in peers.items() if n.startswith("axolotl")]
+    ratio = best_peer[0]["seconds"] / packed["seconds"] if best_peer else None
+    if ratio:
+        print(f"packed: {ratio:.1f} times as fast as axolotl's multipack")
+    print(
+        json.dumps(
+            {
+                "lower_bound": bound,
+                "ours": ours,
+                "peers": peers,
+                "edges": edges,
+                "seed_check": check.__dict__,
+                "large": large,
+                "speed_over_axolotl": ratio,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
