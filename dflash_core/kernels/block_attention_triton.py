@@ -371,17 +371,17 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (kernel, widest head): where products read operands from shared memory (sm_90, sm_100), and the other chips
+# (kernel, widest head): sm_90 (operands in shared memory), sm_100 (sums in tensor memory), sm_80 and sm_120
 _TILES = {
-    ("forward", 64): (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
-    ("forward", 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
-    ("forward", 256): (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
-    ("backward_queries", 64): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
-    ("backward_queries", 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
-    ("backward_queries", 256): (Tiles(128, 32, 8, 1), Tiles(32, 32, 4, 1)),
-    ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
-    ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
-    ("backward_keys", 256): (Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
+    ("forward", 64): (Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+    ("forward", 128): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
+    ("forward", 256): (Tiles(128, 32, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    ("backward_queries", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
+    ("backward_queries", 128): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    ("backward_queries", 256): (Tiles(128, 32, 8, 1), Tiles(128, 32, 8, 1), Tiles(64, 32, 8, 1)),
+    ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_keys", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
 }
 
 
@@ -395,7 +395,7 @@ def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
     if itemsize == 4:
         return Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
     widest = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    return _TILES[kernel, widest][0 if 90 <= capability < 110 else 1]
+    return _TILES[kernel, widest][0 if 90 <= capability < 100 else 1 if 100 <= capability < 110 else 2]
 
 
 def launch_constants(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
