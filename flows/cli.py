@@ -1,8 +1,8 @@
 """The command line of every flow: `python -m flows.<flow> NAME [--param key=JSON ...]`.
 
 It reads the named parameter set, checks every setting, sets the environment that Prefect and MLflow read when
-they are imported, and only then imports the flow. Exit codes: 0 done, 2 a user's mistake, 130 interrupted, 1
-anything else. A mistake or a failure is one message on stderr; the whole story, tracebacks included, is in
+they are imported, and only then imports the flow. Exit codes: 0 done, 2 a user's mistake, 130 or 143 stopped,
+1 anything else. A mistake or a failure is one message on stderr; the whole story, tracebacks included, is in
 the log file it names.
 """
 
@@ -13,15 +13,21 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import UserError, to_dict
 from flows import deployments
+from flows.embedded import EmbeddedServer
 
-EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_SECONDS = 10.0  # from the end of the flow to the end of the process
+
+_exit_code = EXIT_FAILED  # of this process, once it is known
 
 
 def parse_param(text: str) -> dict[str, Any]:
@@ -79,8 +85,7 @@ def set_environment(storage_root: str) -> Path:
         ) from error
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # the default, 20 s, is too short
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # of Prefect's own; 20 s are too short
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # its own shutdown is logged as an error
         "DO_NOT_TRACK": "true",
@@ -96,6 +101,10 @@ def set_environment(storage_root: str) -> Path:
 class _OneMessage(logging.Filter):
     """Keeps tracebacks and the engine's echo of a failure off the console; `main` prints the one message."""
 
+    def __init__(self, *, embedded: bool) -> None:
+        super().__init__()
+        self._embedded = embedded  # whose pages nobody can open
+
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info or record.name.startswith("prefect.task_run_recorder"):
             return False
@@ -104,26 +113,26 @@ class _OneMessage(logging.Filter):
             text.startswith(
                 ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
             )
+            or self._embedded
+            and text.startswith("View at ")
             or "Crash detected" in text
             or "exception" in text.lower()
         )
 
 
-def _set_up_logging(root: Path, flow_name: str) -> Path:
+def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
     """Everything into a log file of its own; the console keeps the readable part."""
-    log_path = root / "logs" / f"{flow_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     to_file = logging.FileHandler(log_path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(name)s | %(message)s"))
-    console_filter = _OneMessage()
-    prefect_loggers = [logging.getLogger(n) for n in ("prefect", "prefect.flow_runs", "prefect.task_runs")]
-    for logger in [logging.getLogger(), *prefect_loggers]:
+    console_filter = _OneMessage(embedded=embedded)
+    root = logging.getLogger()
+    for logger in [root, *(logging.getLogger(f"prefect{n}") for n in ("", ".flow_runs", ".task_runs"))]:
         for handler in logger.handlers:
             handler.addFilter(console_filter)
-        if logger.handlers and not logger.propagate or logger is logging.getLogger():
+        if logger is root or logger.handlers and not logger.propagate:
             logger.addHandler(to_file)
     for name in ("alembic", "mlflow.store.db.utils", "httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return log_path
 
 
 def _parser(flow_name: str) -> argparse.ArgumentParser:
@@ -161,40 +170,63 @@ def _parser(flow_name: str) -> argparse.ArgumentParser:
     return parser
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as Ctrl-C does, through every `finally`."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise _Terminated
+
+
 def _run(flow_name: str, parameters: dict[str, Any]) -> int:
     """Runs the flow with resolved parameters: what Prefect records of the run is complete."""
     root = set_environment(parameters["storage_root"])
-    module = importlib.import_module(deployments.module_of(flow_name))
-    flow = getattr(module, flow_name.replace("-", "_"))
-    log_path = _set_up_logging(root, flow_name)
+    log_path = root / "logs" / f"{flow_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    signal.signal(signal.SIGTERM, _terminate)
+    server = None
+    if "PREFECT_API_URL" not in os.environ:
+        server = EmbeddedServer(log_path.with_suffix(".server.log"))
+        server.start()
     try:
+        module = importlib.import_module(deployments.module_of(flow_name))
+        flow = getattr(module, flow_name.replace("-", "_"))
+        _set_up_logging(log_path, embedded=server is not None)
+        if server is not None:
+            server.wait()
         flow(**parameters)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: B036 - Prefect raises its own BaseExceptions for cancellation
-        cause = _user_error(error)
+    except BaseException as error:  # noqa: B036 - Prefect ends flows by exceptions of its own
+        cause = _cause(error)
         if cause is not None:
             raise cause from error
         logging.getLogger().error("the flow failed", exc_info=error)
-        print(
-            f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}",
-            file=sys.stderr,
-        )
+        print(f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
         return EXIT_FAILED
+    finally:
+        if server is not None:
+            _end_in_any_case()
+            server.stop()
     return 0
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
-    """The user's mistake behind an exception, if there is one."""
-    while error is not None and not isinstance(error, UserError):
+def _end_in_any_case() -> None:
+    """Prefect's threads may wait long for a server that is gone; the command's outcome is known by now."""
+    timer = threading.Timer(EXIT_SECONDS, lambda: os._exit(_exit_code))
+    timer.daemon = True
+    timer.start()
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The user's mistake or the interruption behind an exception, if there is one."""
+    while error is not None and not isinstance(error, UserError | KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
 def main(flow_name: str, argv: list[str] | None = None) -> int:
     """Runs a flow from the command line and returns the exit code."""
+    global _exit_code
     try:
         parser = _parser(flow_name)
         arguments = parser.parse_args(argv)
@@ -207,10 +239,11 @@ def main(flow_name: str, argv: list[str] | None = None) -> int:
         if arguments.show:
             print(json.dumps(parameters, indent=2))
             return 0
-        return _run(flow_name, parameters)
+        _exit_code = _run(flow_name, parameters)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted; the next run resumes from the last complete checkpoint", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        _exit_code = EXIT_USER_ERROR
+    except KeyboardInterrupt as stopped:
+        print("stopped; the next run resumes from the last complete checkpoint", file=sys.stderr)
+        _exit_code = EXIT_TERMINATED if isinstance(stopped, _Terminated) else EXIT_INTERRUPTED
+    return _exit_code
