@@ -7,7 +7,7 @@ NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot server worker deploy ui clean
+.PHONY: help env quickstart test test-long check format kernels-aot server deploy worker ui clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,27 @@ check: $(INSTALLED)  ## lint, format and types
 format: $(INSTALLED)  ## apply lint fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported chip (no GPU needed)
+	$(BIN)/python -m benchmarks.kernels_aot --grid
+
+# Prefect on loopback: `make server` in one terminal, `make worker` in another, then `make deploy` once and
+# `prefect deployment run train-dflash/quickstart --watch` with PREFECT_API_URL=http://127.0.0.1:4200/api.
+PREFECT := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true \
+	MLFLOW_DISABLE_TELEMETRY=true PREFECT_API_URL=http://127.0.0.1:4200/api $(BIN)/prefect --no-prompt
+
+server: $(INSTALLED)  ## Prefect server and UI on http://127.0.0.1:4200
+	mkdir -p runs/prefect && $(PREFECT) server start --host 127.0.0.1
+
+deploy: $(INSTALLED)  ## pools and deployments of prefect.yaml on that server
+	$(PREFECT) work-pool inspect dflash-train >/dev/null 2>&1 || $(PREFECT) work-pool create dflash-train --type process
+	$(PREFECT) work-pool inspect dflash-data >/dev/null 2>&1 || $(PREFECT) work-pool create dflash-data --type process
+	$(PREFECT) work-pool set-concurrency-limit dflash-train 1
+	$(PREFECT) deploy --all
+
+worker: $(INSTALLED)  ## one worker for each of the two pools
+	trap 'kill 0' INT TERM; \
+	$(PREFECT) worker start --pool dflash-train & $(PREFECT) worker start --pool dflash-data & wait
 
 ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000
 	MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
