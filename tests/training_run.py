@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from dflash_core.batching import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.data.store import ShardWriter, TokenStore
 from dflash_core.model.anchors import draft_slots
+from dflash_core.training.supervise import read_records
 from tests.tiny_target import MASK_TOKEN_ID, VOCAB_SIZE
 
 SETTINGS: dict[str, Any] = {
@@ -50,7 +57,8 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_shard(directory: Path, *, num_samples: int = 60, seed: int = 0) -> Path:
-    """Random samples of 6 to 90 tokens: a prompt of a third, then an answer; each tenth answers one token only.
+    """Random samples of 6 to 90 tokens: a prompt of a third, then an answer; each tenth answers one token
+    only.
 
     Such a sample has no eligible anchor: the token after its only supervised one is missing.
     """
@@ -141,3 +149,51 @@ def weights(run_dir: Path) -> dict[str, np.ndarray]:
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
     """The configuration with other settings in its `training` section."""
     return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
+
+
+def when_step(
+    run_dir: Path, step: int, action: Callable[[], None], seconds: float = 300.0
+) -> threading.Thread:
+    """A started thread that calls `action` once `metrics.jsonl` holds that step."""
+
+    def wait() -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            path = run_dir / "metrics.jsonl"
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            if any(line.endswith("\n") and json.loads(line)["step"] >= step for line in lines):
+                action()
+                return
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def signal_rank(run_dir: Path, rank: int, number: int) -> None:
+    """Send a signal to one rank of a run."""
+    os.kill(read_records(run_dir)[rank]["pid"], number)
+
+
+def launcher_pid(run_dir: Path) -> int:
+    """The torchrun process of a run on this machine: the parent of its ranks."""
+    return psutil.Process(read_records(run_dir)[0]["pid"]).ppid()
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Living processes, zombies excepted, whose command line names this run."""
+    out = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and str(run_dir / "run.json") in process.cmdline():
+                out.append(process)
+    return out
+
+
+def assert_nothing_left(run_dir: Path, seconds: float = 60.0) -> None:
+    """No process of the run is alive after at most `seconds`."""
+    end = time.monotonic() + seconds
+    while left := processes_of(run_dir):
+        assert time.monotonic() < end, f"left: {[(p.pid, p.cmdline()) for p in left]}"
+        time.sleep(0.05)

@@ -36,7 +36,9 @@ from dflash_core.config import UserError
 
 @dataclass
 class State:
-    """Everything a resume needs beside the tensors. `step` counts completed steps; counters run over the whole run."""
+    """Everything a resume needs beside the tensors. `step` counts completed steps; counters run over the
+    whole run.
+    """
 
     step: int = 0
     updates: int = 0  # steps that changed the weights: those with a finite loss and gradient
@@ -273,7 +275,8 @@ def check_free_disk(directory: Path, num_parameters: int, keep_last: int) -> Non
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise UserError(
-            f"{directory}: {free / 1e9:.2f} GB free, checkpoints need {needed / 1e9:.2f} GB; allowed: a lower "
+            f"{directory}: {free / 1e9:.2f} GB free, checkpoints need {needed / 1e9:.2f} GB; allowed: a "
+            "lower "
             f"training.keep_last ({keep_last}) or a storage_root on a larger disk"
         )
 

@@ -25,6 +25,7 @@ from dflash_core.config import UserError
 from dflash_core.data.store import TokenStore
 from dflash_core.model.anchors import draw_anchors
 
+VALIDATION_STEP = -1  # stands in assignments for what belongs to no step
 VALIDATION_EPOCH = 0  # anchors of validation samples never change; training never draws for these samples
 
 
@@ -111,7 +112,8 @@ class Schedule:
             self.digests.append(plan.digest)
             if len(plan.order) and int(plan.order.max()) >= len(store.train_indices):
                 raise UserError(
-                    f"{self.paths[epoch]}: plan of {int(plan.order.max()) + 1} or more samples, the shards hold "
+                    f"{self.paths[epoch]}: plan of {int(plan.order.max()) + 1} or more samples, the shards "
+                    "hold "
                     f"{len(store.train_indices)} training samples; allowed: a plan built from these shards"
                 )
         self.total_steps = min(self.first_step[-1], max_steps or self.first_step[-1])
@@ -141,7 +143,9 @@ class Schedule:
         return self.store.train_indices[plan.order[first:end]], int(plan.widths[microbatch])
 
     def step_summary(self, step: int) -> dict[str, float]:
-        """What a step holds over all ranks: samples, tokens, slots, mean length, supervised tokens, sources."""
+        """What a step holds over all ranks: samples, tokens, slots, mean length, supervised tokens,
+        sources.
+        """
         epoch, local = self.locate(step)
         plan = self.plan(epoch)
         first, end = plan.step_offsets[local], plan.step_offsets[local + 1]

@@ -191,7 +191,9 @@ def launch(
 
 
 def _start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | None:
-    """torchrun as a child in a process group of its own, or None when somebody else starts it on each node."""
+    """torchrun as a child in a process group of its own, or None when somebody else starts it on each
+    node.
+    """
     run_json = run_dir / "run.json"
     if training.launcher == "external":
         commands = node_commands(training, run_json)
@@ -243,10 +245,13 @@ def _describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) ->
         records, key=lambda r: (r["step"], r["phase"].startswith(waiting), r["microbatch"], r["since"])
     )
     return (
-        f"stall: no rank has moved for {now - max(r['since'] for r in records):.0f} s (training.stall_seconds); slowest: "
+        f"stall: no rank has moved for {now - max(r['since'] for r in records):.0f} s "
+        "(training.stall_seconds); slowest: "
         f"rank {slowest['rank']} ({slowest['role']}, pid {slowest['pid']} on {slowest['host']}) in phase "
-        f"'{slowest['phase']}' of step {slowest['step']} for {now - slowest['since']:.0f} s; stacks of all ranks in "
-        f"{run_dir / 'ranks'}/rank-*.stacks; the run was ended and resumes from the newest complete checkpoint"
+        f"'{slowest['phase']}' of step {slowest['step']} for {now - slowest['since']:.0f} s; stacks of all "
+        "ranks in "
+        f"{run_dir / 'ranks'}/rank-*.stacks; the run was ended and resumes from the newest complete "
+        "checkpoint"
     )
 
 
@@ -293,7 +298,9 @@ def _local_processes(records: list[dict[str, Any]]) -> list[psutil.Process]:
 
 
 def notify(hook: str | None, run_dir: Path, message: str) -> None:
-    """Tell `training.on_failure`: POST JSON to a URL, or run a command with DFLASH_RUN and DFLASH_MESSAGE set."""
+    """Tell `training.on_failure`: POST JSON to a URL, or run a command with DFLASH_RUN and DFLASH_MESSAGE
+    set.
+    """
     if hook is None:
         return
     try:

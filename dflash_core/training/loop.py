@@ -35,8 +35,8 @@ from dflash_core.training.optim import build_optimizer, learning_rate
 from dflash_core.training.parallel import full_weights, place_drafter
 from dflash_core.training.progress import MetricsFile, Reporter
 from dflash_core.training.setup import Run
-from dflash_core.training.supervise import RankRecord, RunFailed, Stopped, StopSignal
-from dflash_core.training.topology import assignments_of_step, validation_assignments
+from dflash_core.training.supervise import RankRecord, RunFailed, Stopped, StopSignal, read_records
+from dflash_core.training.topology import assignments_of_step, split_advice, validation_assignments
 from dflash_core.training.transfer import Delivery
 from dflash_core.training.validation import (
     LossArguments,
@@ -52,7 +52,9 @@ PEER_GRACE_SECONDS = 2.0  # between a peer's end and the signal that torchrun th
 
 @dataclass
 class Trainer:
-    """A drafter rank's run. `deliveries` yields this rank's validation microbatches, then those of every step."""
+    """A drafter rank's run. `deliveries` yields this rank's validation microbatches, then those of every
+    step.
+    """
 
     run: Run
     world: World
@@ -157,7 +159,8 @@ class Trainer:
     def _agree(
         self, sums: LossSums, complaint: str, seconds: dict[str, float]
     ) -> tuple[LossSums, dict[str, float]]:
-        """Sums over all drafter ranks; the one place where ranks agree to stop, so all do so at the same step.
+        """Sums over all drafter ranks; the one place where ranks agree to stop, so all do so at the same
+        step.
 
         Raises:
             Stopped, RunFailed: on every rank, when any rank complained.
@@ -231,13 +234,16 @@ class Trainer:
             self.config.nonfinite == "stop" or state.nonfinite_in_a_row >= self.config.max_nonfinite_steps
         ):
             raise RunFailed(
-                f"step {state.step}: loss {sums.loss()}, gradient norm {norm}, {state.nonfinite_in_a_row} in a row "
+                f"step {state.step}: loss {sums.loss()}, gradient norm {norm}, {state.nonfinite_in_a_row} in "
+                "a row "
                 f"(training.nonfinite {self.config.nonfinite}, max_nonfinite_steps "
                 f"{self.config.max_nonfinite_steps}); allowed: a lower optimizer.lr, or data that was checked"
             )
 
     def _validate_when_due(self) -> None:
-        """At step 0, every `validate_every` steps and at the end, once each; a stop in between leaves it undone."""
+        """At step 0, every `validate_every` steps and at the end, once each; a stop in between leaves it
+        undone.
+        """
         state = self.state
         due = state.step % self.config.validate_every == 0 or state.step == self.schedule.total_steps
         if not due or state.validated_step == state.step or not self.num_validation_groups:
@@ -291,6 +297,18 @@ class Trainer:
         self.checkpoints.save(self.state, self.drafter, self.optimizer, wait=wait)
         self.saved_step, self.last_save = self.state.step, time.monotonic()
 
+    def _roles(self) -> dict[str, Any]:
+        """Seconds of this process's life that each role spent on what, and what follows for the split."""
+        layout = self.world.layout
+        by_role: dict[str, dict[str, float]] = {}
+        for record in read_records(self.run.directory):
+            seconds = by_role.setdefault(record["role"], {})
+            for kind, value in record["seconds"].items():
+                seconds[kind] = seconds.get(kind, 0.0) + value
+        work = [sum(s.get(kind, 0.0) for s in by_role.values()) for kind in ("capture", "train")]
+        sizes = {"num_targets": len(layout.targets), "num_drafters": len(layout.drafters)}
+        return {"seconds": by_role, "advice": split_advice(*work, **sizes, split=layout.split)}
+
     def _empty_pass(self, drafter: DFlashDrafter) -> LossSums:
         """Forward and backward of one token without an anchor: zero gradients for all weights."""
         none = np.zeros(0, np.int32)
@@ -307,7 +325,9 @@ class Trainer:
         return loss_of(drafter, microbatch, features, self.same, backward=True)
 
     def _save_alone(self) -> None:
-        """Peers are gone, so nothing collective works; rank 0 has all that a checkpoint needs if it is replicated."""
+        """Peers are gone, so nothing collective works; rank 0 has all that a checkpoint needs if it is
+        replicated.
+        """
         if self.world.is_leader and self.config.parallel == "ddp" and self.saved_step != self.state.step:
             self.record.phase("save")
             self.gradients.zero()
@@ -319,7 +339,9 @@ class Trainer:
         return assignment, microbatch, features.to(torch.device("cpu"))
 
     def _finish(self) -> None:
-        """Export the best drafter by validation loss (the last where nothing was validated); write summary.json."""
+        """Export the best drafter by validation loss (the last where nothing was validated); write
+        summary.json.
+        """
         self.record.phase("export")
         self.checkpoints.wait()
         best = self.checkpoints.at_step(self.state.best_step)
@@ -333,13 +355,18 @@ class Trainer:
         drafter.load_state_dict(whole)
         save_drafter(drafter, self.run.directory / "drafter")
         summary = summarise(self.state, self.run, exported)
+        summary["roles"] = self._roles()
+        if len({*self.world.layout.drafters, *self.world.layout.targets}) > 1:
+            self.reporter.say(summary["roles"]["advice"])
         partial = self.run.directory / "summary.tmp"
         partial.write_text(json.dumps(summary, indent=1))
         os.replace(partial, self.run.directory / "summary.json")
 
 
 def summarise(state: State, run: Run, exported_step: int | None) -> dict[str, Any]:
-    """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come from."""
+    """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come
+    from.
+    """
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         memory = torch.cuda.max_memory_allocated()
@@ -370,7 +397,9 @@ def out_of_memory_advice(run: Run) -> str:
     """What to change, with the values that were too much."""
     batching, training = run.config.batching, run.config.training
     return (
-        f"out of memory: lower training.max_draft_slots (now {training.max_draft_slots}; peak memory of the drafter "
-        f"follows it, the result does not change), or batching.token_budget (now {batching.token_budget}; slots of "
+        f"out of memory: lower training.max_draft_slots (now {training.max_draft_slots}; peak memory of the "
+        "drafter "
+        f"follows it, the result does not change), or batching.token_budget (now {batching.token_budget}; "
+        "slots of "
         "the target's forward), or set training.parallel to fsdp2 (optimizer and master weights sharded)"
     )

@@ -93,7 +93,9 @@ class Gradients:
             dist.all_reduce(self.flat, op=dist.ReduceOp.SUM, group=group)
 
     def normalise(self, weight: float, clip_norm: float) -> torch.Tensor:
-        """Divide by the step's summed weights, clip to `clip_norm`; returns the norm before clipping (a scalar)."""
+        """Divide by the step's summed weights, clip to `clip_norm`; returns the norm before clipping (a
+        scalar).
+        """
         norm = torch.linalg.vector_norm(self.flat) / weight
         self.flat.mul_(torch.clamp(clip_norm / (norm + 1e-6), max=1.0) / weight)
         return norm
@@ -116,7 +118,9 @@ class ShardedGradients:
         self._sharded.reshard()
 
     def zero(self) -> None:
-        """Forget the summed gradient. That of a step that was given up is never reduced: the run ends there."""
+        """Forget the summed gradient. That of a step that was given up is never reduced: the run ends
+        there.
+        """
         for p in self.parameters:
             p.grad = None
 

@@ -22,12 +22,9 @@ class MetricsFile:
     """Appends to `metrics.jsonl`. Opening it cuts what lies beyond the step from which the run goes on."""
 
     def __init__(self, path: Path, completed_steps: int) -> None:
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines(keepends=True):
-                # A line cut short by a kill is the last one, and its step will run again.
-                if line.endswith("\n") and json.loads(line)["step"] <= completed_steps:
-                    kept.append(line)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A line cut short by a kill is the last one, and its step will run again.
+        kept = [ln for ln in lines if ln.endswith("\n") and json.loads(ln)["step"] <= completed_steps]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(kept))
         os.replace(partial, path)
@@ -41,7 +38,9 @@ class MetricsFile:
 
 
 class Reporter:
-    """A progress bar in a terminal; elsewhere a line about every ten seconds, the first and last step included."""
+    """A progress bar in a terminal; elsewhere a line about every ten seconds, the first and last step
+    included.
+    """
 
     def __init__(self, total_steps: int, completed_steps: int) -> None:
         self.total, self.first = total_steps, completed_steps

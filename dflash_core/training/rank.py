@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from dflash_core.config import UserError
-from dflash_core.model.loss import TargetHeads
+from dflash_core.model.drafter import DFlashDrafter
+from dflash_core.model.target import Target
 from dflash_core.training import setup
-from dflash_core.training.capture import make_capture
+from dflash_core.training.capture import Capture, Features, FeatureSpec, make_capture
 from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
 from dflash_core.training.decode import NUM_PROMPTS, decoder_of, validation_prompts
 from dflash_core.training.feed import (
     VALIDATION_EPOCH,
+    VALIDATION_STEP,
     Assignment,
     Microbatch,
     Prefetcher,
@@ -24,27 +29,24 @@ from dflash_core.training.feed import (
     validation_groups,
     validation_rows,
 )
-from dflash_core.training.loop import Trainer
+from dflash_core.training.loop import Trainer, out_of_memory_advice
+from dflash_core.training.probe import probe
 from dflash_core.training.setup import Run
-from dflash_core.training.supervise import RankRecord, StopSignal
+from dflash_core.training.supervise import RankRecord, RunFailed, StopSignal
 from dflash_core.training.topology import assignments_of_rank
 from dflash_core.training.transfer import capture_here, receive, serve
-from dflash_core.training.validation import LossArguments
+from dflash_core.training.validation import LossArguments, loss_of
 from dflash_core.training.world import World
 
 
 def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> None:
     """All that this process does in a run."""
-    config = run.config
+    config = run.config.training
     transformers_logging.disable_progress_bar()  # many ranks, one console
-    store = run.open_store()
-    schedule = run.open_schedule(store)
+    schedule = run.open_schedule(run.open_store())
     facts = world.broadcast(run.facts(schedule) if world.is_leader else None)
     checkpoints = Checkpointer(
-        run.directory / "checkpoints",
-        keep_last=config.training.keep_last,
-        group=world.checkpoint,
-        rank=world.rank,
+        run.directory / "checkpoints", keep_last=config.keep_last, group=world.checkpoint, rank=world.rank
     )
     chosen = world.broadcast(_choose_checkpoint(run, checkpoints, facts) if world.is_leader else None)
     state = State() if chosen is None else read_state(chosen)
@@ -58,71 +60,114 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
     ids = setup.layer_ids(run, target_config)
     spec = setup.feature_spec(run, target_config, ids, dtypes)
     target = setup.load_target(run, world, ids, dtypes) if world.is_target else None
+    capture = None if target is None else _capture(run, world, schedule, target, spec, facts)
     groups = _validation_groups(run, schedule)
-    feed = _feed(run, world, schedule, groups, state.step)
-    fingerprint = facts["inputs"]["target"]
-    capture = None
-    if target is not None:
-        capture, line = make_capture(
-            target, config.target, config.objective, schedule, spec, run.cache, fingerprint
+    make = _microbatch_maker(run, schedule, groups)
+    drafter = same = None
+    if world.is_drafter:
+        drafter = setup.build_drafter(run, target_config, ids, world.device)
+        heads = setup.load_heads(run, target_config, target, world.device, dtypes["drafter"])
+        same = LossArguments(
+            heads, run.config.objective, drafter.shape.mask_token_id, config.max_draft_slots, world.device
         )
-        if line and world.is_leader:
-            print(line, flush=True)
-    inflight = config.training.max_inflight_microbatches
+    record.phase("probe")
+    _probe(run, world, schedule, make, capture, drafter, same, spec)
+
+    assignments = assignments_of_rank(
+        world.layout, schedule, world.rank, num_validation_groups=len(groups), first_step=state.step
+    )
+    feed = Prefetcher(assignments, make, config.prefetch)
     try:
-        if not world.is_drafter:
+        if drafter is None or same is None:
             assert capture is not None
-            serve(feed, capture, record, stop, inflight)
+            serve(feed, capture, record, stop, config.max_inflight_microbatches)
             return
-        if capture is not None and target is not None:
-            heads = TargetHeads(
-                target.embed_weight.to(dtypes["drafter"]), target.head_weight.to(dtypes["drafter"])
-            )
+        if capture is not None:
             deliveries = capture_here(feed, capture, record, world.device)
         else:
-            heads = setup.load_heads(run, target_config, world.device, dtypes["drafter"])
-            deliveries = receive(feed, spec, record, world.device, inflight)
-        drafter = setup.build_drafter(run, target_config, ids, world.device)
-        decode = None
-        if (
-            target is not None
-            and world.is_leader
-            and (config.training.parallel == "ddp" or world.control is None)
-        ):
-            # Elsewhere no single rank holds both the target and all weights of the drafter.
-            rows = validation_rows(store, config.training.num_validation_samples)
-            if prompts := validation_prompts(store, rows, NUM_PROMPTS):
-                decode = decoder_of(target, prompts, stop.is_set)
-        same = LossArguments(
-            heads,
-            config.objective,
-            drafter.shape.mask_token_id,
-            config.training.max_draft_slots,
-            world.device,
-        )
+            deliveries = receive(feed, spec, record, world.device, config.max_inflight_microbatches)
         trainer = Trainer(
-            run,
-            world,
-            record,
-            stop,
-            schedule,
-            checkpoints,
-            state,
-            drafter,
-            deliveries,
-            same,
-            spec,
-            len(groups),
-            decode,
+            run=run,
+            world=world,
+            record=record,
+            stop=stop,
+            schedule=schedule,
+            checkpoints=checkpoints,
+            state=state,
+            drafter=drafter,
+            deliveries=deliveries,
+            same=same,
+            spec=spec,
+            num_validation_groups=len(groups),
+            decode=_decoder(run, world, schedule, target, stop),
         )
         if world.is_leader:
-            check_free_disk(run.directory, drafter.num_parameters(), config.training.keep_last)
+            check_free_disk(run.directory, drafter.num_parameters(), config.keep_last)
         if chosen is not None:
-            checkpoints.load(chosen, trainer.drafter, trainer.optimizer)
+            checkpoints.load(chosen, drafter, trainer.optimizer)
             trainer.saved_step = state.step if chosen.parent == checkpoints.directory else -1
         trainer.train()
     finally:
         feed.close()
+
+
+def _capture(
+    run: Run, world: World, schedule: Schedule, target: Target, spec: FeatureSpec, facts: dict[str, Any]
+) -> Capture:
+    capture, line = make_capture(
+        target,
+        run.config.target,
+        run.config.objective,
+        schedule,
+        spec,
+        run.cache,
+        facts["inputs"]["target"],
+    )
+    if line and world.rank == world.layout.targets[0]:
+        print(line, flush=True)
+    return capture
+
+
+def _probe(
+    run: Run,
+    world: World,
+    schedule: Schedule,
+    make: Callable[[Assignment], Microbatch],
+    capture: Capture | None,
+    drafter: DFlashDrafter | None,
+    same: LossArguments | None,
+    spec: FeatureSpec,
+) -> None:
+    """See `probe`; leaves no gradient behind.
+
+    Raises:
+        RunFailed: out of memory, with what to change.
+    """
+
+    def train(microbatch: Microbatch, features: Features) -> None:
+        assert drafter is not None and same is not None
+        loss_of(drafter, microbatch, features, same, backward=True)
+        drafter.zero_grad(set_to_none=True)
+
+    try:
+        part = train if drafter is not None else None
+        line = probe(schedule, make, capture, part, spec, world.device)
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(out_of_memory_advice(run)) from error
+    if line:
+        print(f"rank {world.rank}: {line}", flush=True)
+
+
+def _decoder(
+    run: Run, world: World, schedule: Schedule, target: Target | None, stop: StopSignal
+) -> Callable[[DFlashDrafter], dict[str, float]] | None:
+    """Real decoding on rank 0, where that rank holds both the target and all weights of the drafter."""
+    whole = run.config.training.parallel == "ddp" or world.control is None
+    if target is None or not world.is_leader or not whole:
+        return None
+    rows = validation_rows(schedule.store, run.config.training.num_validation_samples)
+    prompts = validation_prompts(schedule.store, rows, NUM_PROMPTS)
+    return decoder_of(target, prompts, stop.is_set) if prompts else None
 
 
 def _choose_checkpoint(run: Run, checkpoints: Checkpointer, facts: dict[str, object]) -> Path | None:
@@ -149,14 +194,14 @@ def _validation_groups(run: Run, schedule: Schedule) -> list[tuple[NDArray[np.in
     return validation_groups(schedule.store, rows, token_budget=batching.token_budget, packed=packed)
 
 
-def _feed(
-    run: Run, world: World, schedule: Schedule, groups: list[tuple[NDArray[np.int32], int]], first_step: int
-) -> Prefetcher[Microbatch]:
-    """This rank's microbatches from a step on, validation first."""
+def _microbatch_maker(
+    run: Run, schedule: Schedule, groups: list[tuple[NDArray[np.int32], int]]
+) -> Callable[[Assignment], Microbatch]:
+    """From an assignment to its tokens and anchors; step -1 stands for validation."""
     config = run.config
 
     def make(assignment: Assignment) -> Microbatch:
-        if assignment.step < 0:
+        if assignment.step == VALIDATION_STEP:
             (rows, width), epoch = groups[assignment.microbatch], VALIDATION_EPOCH
         else:
             (rows, width), epoch = schedule.rows(assignment.epoch, assignment.microbatch), assignment.epoch
@@ -169,7 +214,4 @@ def _feed(
             epoch=epoch,
         )
 
-    assignments = assignments_of_rank(
-        world.layout, schedule, world.rank, num_validation_groups=len(groups), first_step=first_step
-    )
-    return Prefetcher(assignments, make, config.training.prefetch)
+    return make

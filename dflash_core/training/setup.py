@@ -105,7 +105,8 @@ def check_fits(path: Path, state: State, facts: dict[str, Any]) -> None:
     stored = {k: v for k, v in state.facts.items() if k != "dtypes"}
     if lines := differences(stored, facts):
         raise UserError(
-            f"training.resume_from: checkpoint {path} does not fit this run (checkpoint -> run): {'; '.join(lines)}"
+            f"training.resume_from: checkpoint {path} does not fit this run (checkpoint -> run): "
+            f"{'; '.join(lines)}"
         )
 
 
@@ -125,8 +126,7 @@ def pick_dtypes(run: Run, world: World, state: State | None) -> dict[str, torch.
             else resolve_dtype(config.target.feature_dtype, device)
         )
         drafter = resolve_dtype(config.training.compute_dtype, device)
-        names = {"target": target, "feature": feature, "drafter": drafter}
-        return {k: v for k, v in names.items()}
+        return {"target": target, "feature": feature, "drafter": drafter}
     stored = {k: getattr(torch, v) for k, v in state.facts["dtypes"].items()}
     asked = {"target": config.target.compute_dtype, "drafter": config.training.compute_dtype}
     return {k: getattr(torch, asked[k]) if asked.get(k, "auto") != "auto" else v for k, v in stored.items()}
@@ -162,8 +162,15 @@ def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, 
     )
 
 
-def load_heads(run: Run, target_config: Any, device: torch.device, dtype: torch.dtype) -> TargetHeads:
-    """Embedding and lm_head alone, for a rank without the target: two tensors are read, whatever the target's size."""
+def load_heads(
+    run: Run, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
+) -> TargetHeads:
+    """Embedding and lm_head in the drafter's compute dtype.
+
+    Without the target on this rank those two tensors alone are read, whatever its size.
+    """
+    if target is not None:
+        return TargetHeads(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -195,9 +202,10 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
         source = source / "drafter" if (source / "drafter").is_dir() else source
         given = load_drafter(source)
         if given.shape != drafter.shape:
-            old, new = ({k: v for k, v in vars(d.shape).items()} for d in (given, drafter))
+            old, new = (dict(vars(d.shape)) for d in (given, drafter))
             raise UserError(
-                f"training.init_from: {source} does not fit (there -> here): {'; '.join(differences(old, new))}"
+                f"training.init_from: {source} does not fit (there -> here): "
+                f"{'; '.join(differences(old, new))}"
             )
         drafter.load_state_dict(given.state_dict())
     return drafter.float().to(device)

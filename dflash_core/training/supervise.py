@@ -29,7 +29,7 @@ from typing import Any
 from dflash_core.config import UserError
 
 STOP_SECONDS = 15.0  # from SIGTERM to the end of a rank, checkpoint included
-_RECORD_BYTES = 512
+_RECORD_BYTES = 1024
 
 
 class Stopped(Exception):
@@ -77,12 +77,16 @@ class StopSignal:
         return self._event.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the signal came, or comes within `seconds`: a peer that got it first may be gone already."""
+        """Whether the signal came, or comes within `seconds`: a peer that got it first may be gone
+        already.
+        """
         return self._event.wait(seconds)
 
 
 class RankRecord:
-    """The rank's own line for the launcher; `phase` is cheap enough (some microseconds) for every microbatch."""
+    """The rank's own line for the launcher; `phase` is cheap enough (some microseconds) for every
+    microbatch.
+    """
 
     def __init__(self, run_dir: Path, rank: int, role: str) -> None:
         directory = run_dir / "ranks"
@@ -104,6 +108,7 @@ class RankRecord:
             "microbatch": 0,
             "phase": "starting",
             "since": time.time(),
+            "seconds": {},  # of the whole process, by the first word of the phase
         }
         self.seconds: dict[str, float] = {}
         self._entered = time.monotonic()
@@ -118,6 +123,8 @@ class RankRecord:
         now = time.monotonic()
         left = self._record["phase"]
         self.seconds[left] = self.seconds.get(left, 0.0) + now - self._entered
+        totals, kind = self._record["seconds"], left.split()[0]
+        totals[kind] = round(totals.get(kind, 0.0) + now - self._entered, 4)
         self._entered = now
         self._record |= {"phase": name, "since": time.time()}
         if step is not None:
@@ -133,7 +140,9 @@ class RankRecord:
         return taken
 
     def end(self, status: str) -> None:
-        """`done`, `stopped` or `failed`; a record that still says `running` belongs to a rank that was killed."""
+        """`done`, `stopped` or `failed`; a record that still says `running` belongs to a rank that was
+        killed.
+        """
         self._record["status"] = status
         self._flush()
 
@@ -199,18 +208,24 @@ def explain(run_dir: Path, exit_code: int | None) -> str:
     for record in read_records(run_dir):
         if record["status"] == "running":
             return (
-                f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']}) ended without a "
-                f"report in phase '{record['phase']}' of step {record['step']}: killed from outside, or by the "
+                f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']}) ended "
+                "without a "
+                f"report in phase '{record['phase']}' of step {record['step']}: killed from outside, or by "
+                "the "
                 f"system for want of memory; the run resumes from the newest complete checkpoint"
             )
     if reports:
         first = reports[0]
         where = run_dir / "ranks" / f"rank-{first['rank']}.error.json"
         return (
-            f"rank {first['rank']} ({first['role']} on {first['host']}) failed in phase '{first['phase']}' of step "
+            f"rank {first['rank']} ({first['role']} on {first['host']}) failed in phase '{first['phase']}' "
+            "of step "
             f"{first['step']}: {first['type']}: {first['message']} (traceback in {where})"
         )
     for record in read_records(run_dir):
         if record["status"] == "stopped":
-            return f"training was stopped by a signal at step {record['step']}; the run resumes from its checkpoint"
+            return (
+                f"training was stopped by a signal at step {record['step']}; "
+                "the run resumes from its checkpoint"
+            )
     return f"training ended with exit code {exit_code} before any rank had started"

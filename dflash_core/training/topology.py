@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_core.config import TrainingConfig, UserError
-from dflash_core.training.feed import Assignment, Schedule
+from dflash_core.training.feed import VALIDATION_STEP, Assignment, Schedule
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def role_of(layout: Layout, rank: int) -> str:
 
 
 def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterator[Assignment]:
-    """All microbatches of a step in the order in which they are captured and trained on; idle places are left out.
+    """All microbatches of a step in the order in which they are captured and trained on; idle places are left
+    out.
 
     Within an island microbatch number i of a step (over slots, then drafters) goes to target (step + i) mod
     T: the shift by the step spreads an uneven remainder. With 1 drafter and 2 targets, three microbatches of
@@ -97,19 +98,48 @@ def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterat
                     number += 1
 
 
+def split_advice(
+    capture_seconds: float, train_seconds: float, *, num_targets: int, num_drafters: int, split: bool
+) -> str:
+    """A sentence on who waits for whom, from the seconds of work that all ranks together spent on each part.
+
+    With T target ranks and D drafter ranks a run takes about max(capture / T, train / D): the slower side
+    sets the pace. Colocated ranks take (capture + train) / N, less what overlaps on a GPU. Example: 300 s of
+    capture and 100 s of training on 2+2 ranks: 150 s; 3+1 would take 100 s, 1.5 times as fast.
+    """
+    work = f"capture {capture_seconds:.1f} s, training {train_seconds:.1f} s of work"
+    if not split:
+        return f"{work} on {num_drafters} colocated ranks"
+    targets, drafters = capture_seconds / num_targets, train_seconds / num_drafters
+    ranks = num_targets + num_drafters
+    now = max(targets, drafters)
+    best = min(range(1, ranks), key=lambda t: max(capture_seconds / t, train_seconds / (ranks - t)))
+    then = max(capture_seconds / best, train_seconds / (ranks - best))
+    slower = "targets" if targets > drafters else "drafters"
+    share = min(targets, drafters) / now if now else 1.0
+    if best == num_targets or then >= 0.95 * now:
+        return f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time; this split is the best"
+    return (
+        f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time: "
+        f"{best}+{ranks - best} (targets+drafters) would give about {now / then:.2f}x"
+    )
+
+
 def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignment]:
-    """Validation microbatches, dealt in turn to the drafters; step -1, before all others."""
+    """Validation microbatches, dealt in turn to the drafters; before all steps."""
     islands = {rank: island for island in layout.islands for rank in island[0]}
     for group in range(num_groups):
         rank = layout.drafters[group % len(layout.drafters)]
         targets = islands[rank][1]
-        yield Assignment(-1, group, 0, group, targets[group % len(targets)], rank)
+        yield Assignment(VALIDATION_STEP, group, 0, group, targets[group % len(targets)], rank)
 
 
 def assignments_of_rank(
     layout: Layout, schedule: Schedule, rank: int, *, num_validation_groups: int, first_step: int
 ) -> Iterator[Assignment]:
-    """What a rank captures (a target) or trains on (a drafter; both when colocated): validation, then all steps."""
+    """What a rank captures (a target) or trains on (a drafter; both when colocated): validation, then all
+    steps.
+    """
     role = "drafter" if rank in layout.drafters else "target"
     steps = (assignments_of_step(layout, schedule, s) for s in range(first_step, schedule.total_steps))
     for assignments in itertools.chain([validation_assignments(layout, num_validation_groups)], steps):

@@ -61,7 +61,9 @@ def accuracy_by_position(sums: LossSums, prefix: str) -> dict[str, float]:
 
 
 def validation_metrics(sums: LossSums) -> dict[str, float]:
-    """The line of a validation: loss, accuracy by position, simulated acceptance length with its 95% interval."""
+    """The line of a validation: loss, accuracy by position, simulated acceptance length with its 95%
+    interval.
+    """
     mean, low, high = sums.acceptance_length()
     return {
         "validation/loss": sums.loss(),

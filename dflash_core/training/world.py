@@ -1,4 +1,6 @@
-"""This process among the ranks: device, threads, process groups, and the few collectives of the control plane."""
+"""This process among the ranks: device, threads, process groups, and the few collectives of the control
+plane.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def pick_device(config: TrainingConfig) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise UserError(
-            f"training: {os.environ.get('LOCAL_WORLD_SIZE', '1')} ranks on this node, {torch.cuda.device_count()} "
+            f"training: {os.environ.get('LOCAL_WORLD_SIZE', '1')} ranks on this node, "
+            f"{torch.cuda.device_count()} "
             "CUDA devices; allowed: at most one rank a device, or training.device cpu"
         )
     return torch.device("cuda", local)
@@ -85,7 +88,9 @@ def rank_of_process() -> int:
 
 
 def tear_down() -> None:
-    """Leave the process groups; peers that still talk to this rank get an error at once instead of waiting."""
+    """Leave the process groups; peers that still talk to this rank get an error at once instead of
+    waiting.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -98,7 +103,8 @@ def set_up(config: TrainingConfig) -> World:
     if world != layout.world_size:
         raise UserError(
             f"training: {layout.world_size} ranks from topology {config.topology}, num_target_ranks and "
-            f"num_drafter_ranks, but torchrun started {world}; allowed: --nproc-per-node {ranks_per_node(config)}"
+            f"num_drafter_ranks, but torchrun started {world}; allowed: --nproc-per-node "
+            f"{ranks_per_node(config)}"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,6 @@
-"""A run that was stopped and went on equals one that was not: bit for bit at the same ranks, closely at others."""
+"""A run that was stopped and went on equals one that was not: bit for bit at the same ranks, closely at
+others.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def test_a_cached_run_equals_itself_after_a_resume(root: Path, tiny_target_dir: 
     stop_at(run_dir, config, 10)
     launch(run_dir, config)
     assert_equal_runs(run_dir, whole)
-    on_disk, config = write_run(root, tiny_target_dir, {**changes, "target": {"cache": "disk"}}, name="on-disk")
+    on_disk, config = write_run(
+        root, tiny_target_dir, {**changes, "target": {"cache": "disk"}}, name="on-disk"
+    )
     launch(on_disk, config)
     assert_equal_runs(on_disk, whole)
 
@@ -147,7 +151,11 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(
     root: Path, undisturbed: Path, tiny_target_dir: Path
 ) -> None:
     named = undisturbed / "checkpoints" / f"step-{newest(undisturbed):08d}"
-    changes = {"drafter": {"block_size": 6}, "optimizer": {"lr": 1e-3}, "training": {"resume_from": str(named)}}
+    changes = {
+        "drafter": {"block_size": 6},
+        "optimizer": {"lr": 1e-3},
+        "training": {"resume_from": str(named)},
+    }
     run_dir, config = write_run(root, tiny_target_dir, changes, name="misfit")
     with pytest.raises(UserError) as refusal:
         launch(run_dir, config)
@@ -159,7 +167,9 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(
 
 def test_a_step_is_stopped_by_a_signal_to_one_rank_alone(root: Path, tiny_target_dir: Path) -> None:
     """All ranks agree: the others save the same step and end."""
-    run_dir, config = write_run(root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-told")
+    run_dir, config = write_run(
+        root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-told"
+    )
     thread = when_step(run_dir, 3, lambda: signal_rank(run_dir, 1, signal.SIGTERM))
     with pytest.raises(TrainingFailed, match="stopped by a signal"):
         launch(run_dir, config)

@@ -1,4 +1,6 @@
-"""Metrics on their way out, messages about ranks that failed, commands for several nodes, and what stopping leaves."""
+"""Metrics on their way out, messages about ranks that failed, commands for several nodes, and what stopping
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,12 @@ def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_mentioned(
     notify(None, tmp_path, "nobody is told")
 
 
-STUBBORN = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: None); print(1, flush=True); time.sleep(60)"
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *a: None)
+print(1, flush=True)
+time.sleep(60)
+"""
 
 
 def test_stopping_kills_what_ignores_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dflash_core.training.topology import (
     assignments_of_step,
     make_layout,
     role_of,
+    split_advice,
     validation_assignments,
 )
 from tests.training_run import write_shard
@@ -137,6 +138,17 @@ def test_step_summaries_add_up_to_the_epoch(store: TokenStore, schedule: Schedul
     for s in summaries:
         assert 0 < s["batch/padding_efficiency"] <= 1
         assert 0.5 <= s["batch/largest_source_share"] <= 1  # two sources
+
+
+def test_advice_names_the_slower_side_and_the_better_split() -> None:
+    advice = split_advice(300.0, 100.0, num_targets=2, num_drafters=2, split=True)
+    assert "targets are the bottleneck" in advice
+    assert "busy 33% of the time" in advice  # 50 of 150 s
+    assert "3+1 (targets+drafters) would give about 1.50x" in advice
+    assert "this split is the best" in split_advice(300.0, 100.0, num_targets=3, num_drafters=1, split=True)
+    assert "drafters are the bottleneck" in split_advice(
+        10.0, 100.0, num_targets=1, num_drafters=1, split=True
+    )
 
 
 def test_a_plan_of_other_shards_is_refused(store: TokenStore, tmp_path: Path) -> None:

@@ -1,0 +1,214 @@
+"""Ranks, launchers and flows that die or hang: no process left, the cause named, and the next run ends as if
+nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_core.training.launcher import TrainingFailed, launch
+from dflash_core.training.supervise import read_records
+from tests.training_run import (
+    assert_nothing_left,
+    launcher_pid,
+    losses,
+    processes_of,
+    signal_rank,
+    when_step,
+    with_training,
+    write_run,
+)
+
+SPLIT = {
+    "training": {"topology": "split", "validate_every": 100, "checkpoint_every_steps": 2, "max_steps": 12},
+}
+DRAFTER, TARGET = 0, 1
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def expected(root: Path, tiny_target_dir: Path) -> list[float]:
+    """Losses of the undisturbed run."""
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="undisturbed")
+    launch(run_dir, config)
+    return losses(run_dir)
+
+
+def kill_rank(rank: int) -> Callable[[Path], None]:
+    return lambda run_dir: signal_rank(run_dir, rank, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "words"),
+    [
+        ("target", kill_rank(TARGET), r"rank 1 \(target, pid \d+ on .*\) ended without a report in phase"),
+        ("drafter", kill_rank(DRAFTER), r"rank 0 \(drafter, pid \d+ on .*\) ended without a report in phase"),
+        (
+            "launcher",
+            lambda run_dir: os.kill(launcher_pid(run_dir), signal.SIGKILL),
+            "stopped by a signal at step",
+        ),
+    ],
+)
+def test_killed(
+    name: str,
+    action: Callable[[Path], None],
+    words: str,
+    root: Path,
+    expected: list[float],
+    tiny_target_dir: Path,
+) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"kill-{name}")
+    thread = when_step(run_dir, 5, lambda: action(run_dir))
+    with pytest.raises(TrainingFailed, match=words):
+        launch(run_dir, config)
+    thread.join()
+    assert_nothing_left(run_dir)
+    launch(run_dir, config)
+    assert losses(run_dir) == expected
+
+
+FLOW = """
+import sys
+from dflash_core.config import RunConfig, from_dict
+from dflash_core.training.launcher import launch
+import json
+run = json.load(open(sys.argv[1] + "/run.json"))
+launch(sys.argv[1], from_dict(RunConfig, run["config"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_the_process_that_launched_is_gone(
+    number: signal.Signals, root: Path, expected: list[float], tiny_target_dir: Path
+) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"flow-{number.name}")
+    flow = subprocess.Popen([sys.executable, "-c", FLOW, str(run_dir)], cwd=ROOT)
+    thread = when_step(run_dir, 5, lambda: flow.send_signal(number))
+    flow.wait(300)
+    thread.join()
+    assert flow.returncode != 0
+    assert_nothing_left(run_dir, 28)
+    newest = max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
+    assert newest >= 5  # the ranks were told, not killed, so the last completed step was saved
+    launch(run_dir, config)
+    assert losses(run_dir) == expected
+
+
+@pytest.mark.parametrize("rank", [DRAFTER, TARGET], ids=["drafter", "target"])
+def test_a_rank_that_hangs_is_found_and_named(
+    rank: int, root: Path, expected: list[float], tiny_target_dir: Path
+) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"hang-{rank}")
+    told = run_dir / "told"
+    impatient = with_training(config, stall_seconds=12.0, on_failure=f'echo "$DFLASH_MESSAGE" > {told}')
+    thread = when_step(run_dir, 5, lambda: signal_rank(run_dir, rank, signal.SIGSTOP))
+    started = time.monotonic()
+    with pytest.raises(TrainingFailed, match="stall: no rank has moved") as stall:
+        launch(run_dir, impatient)
+    thread.join()
+    role = read_records(run_dir)[rank]["role"]
+    assert f"slowest: rank {rank} ({role}, pid" in str(stall.value)
+    assert "stall: no rank has moved" in told.read_text()
+    # The rank that could still run shows where it waits.
+    stacks = (run_dir / "ranks" / f"rank-{1 - rank}.stacks").read_text()
+    assert "most recent call first" in stacks and "training" in stacks
+    assert_nothing_left(run_dir, 5)
+    assert time.monotonic() - started < 300
+    launch(run_dir, config)
+    assert losses(run_dir) == expected
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Files of this process and its children stop growing there with an OSError, much as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_disk_that_is_full_while_saving(root: Path, expected: list[float], tiny_target_dir: Path) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="full")
+    with file_size_limit(150_000), pytest.raises(TrainingFailed) as failure:
+        launch(run_dir, config)
+    message = str(failure.value)
+    assert (
+        "rank 0 (drafter on" in message and "could not be written" in message and "File too large" in message
+    )
+    assert not list((run_dir / "checkpoints").iterdir())
+    assert_nothing_left(run_dir)
+    launch(run_dir, config)
+    assert losses(run_dir) == expected
+
+
+def test_a_run_directory_that_cannot_be_written(root: Path, tiny_target_dir: Path) -> None:
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="unwritable")
+    (run_dir / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(TrainingFailed, match=r"rank 0 \(drafter on .*checkpoints"):
+        launch(run_dir, config)
+    assert_nothing_left(run_dir)
+
+
+def test_steps_that_are_not_finite_are_counted_and_end_the_run(root: Path, tiny_target_dir: Path) -> None:
+    changes = {
+        **SPLIT,
+        "optimizer": {"lr": 1e30, "warmup_share": 0.0},
+        "training": {**SPLIT["training"], "max_nonfinite_steps": 3},
+    }
+    run_dir, config = write_run(root, tiny_target_dir, changes, name="nan")
+    with pytest.raises(TrainingFailed, match="3 in a row"):
+        launch(run_dir, config)
+    assert_nothing_left(run_dir)
+    shutil.rmtree(run_dir)
+    changes["training"] |= {"nonfinite": "stop"}
+    run_dir, config = write_run(root, tiny_target_dir, changes, name="nan")
+    with pytest.raises(TrainingFailed, match="1 in a row .training.nonfinite stop"):
+        launch(run_dir, config)
+
+
+def test_a_cancellation_takes_less_than_28_seconds_even_with_a_stuck_rank(
+    root: Path, tiny_target_dir: Path
+) -> None:
+    """What a flow engine does: an exception in the thread that launched, here while one rank is stopped."""
+    run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="cancel")
+    flow = subprocess.Popen([sys.executable, "-c", FLOW, str(run_dir)], cwd=ROOT)
+    marks: dict[str, float] = {}
+
+    def cancel() -> None:
+        signal_rank(run_dir, TARGET, signal.SIGSTOP)
+        marks["cancelled"] = time.monotonic()
+        flow.send_signal(signal.SIGINT)
+
+    thread = when_step(run_dir, 5, cancel)
+    flow.wait(400)
+    thread.join()
+    assert time.monotonic() - marks["cancelled"] < 28
+    assert processes_of(run_dir) == []
