@@ -31,6 +31,7 @@ from typing import Any
 from dflash_core.config import DataConfig, UserError
 from dflash_core.data.chat import Conversation, Rejection
 
+Row = Mapping[str, Any]
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant",
@@ -61,7 +62,7 @@ class Tokens:
     loss_mask: Any
 
 
-def detect_format(rows: Iterable[Mapping[str, Any]], config: DataConfig, *, source: str) -> str:
+def detect_format(rows: Iterable[Row], config: DataConfig, *, source: str) -> str:
     """The format of a file by the columns of its first rows (at most 100 are looked at by the caller).
 
     Args:
@@ -113,14 +114,14 @@ def _other_kind(columns: set[str]) -> str | None:
     return None
 
 
-def _mapped(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _mapped(row: Row, columns: Mapping[str, str]) -> Row:
     """The row with the user's column names put under the format's."""
     if not columns:
-        return dict(row)
+        return row
     return {**row, **{ours: row.get(theirs) for ours, theirs in columns.items() if theirs in row}}
 
 
-def _format_of(row: dict[str, Any]) -> str | None:
+def _format_of(row: Row) -> str | None:
     if row.get("input_ids") is not None and row.get("loss_mask") is not None:
         return "tokenised"
     for column in TURN_COLUMNS:
@@ -157,7 +158,7 @@ class RowReader:
         self, format_name: str, config: DataConfig, *, reads: Callable[[str], bool], notes: Counter[str]
     ) -> None:
         self.config, self.notes = config, notes
-        readers: dict[str, Callable[[dict[str, Any]], Conversation | Tokens]] = {
+        readers: dict[str, Callable[[Row], Conversation | Tokens]] = {
             "messages": self._turns,
             "sharegpt": self._turns,
             "alpaca": self._alpaca,
@@ -170,7 +171,7 @@ class RowReader:
         self._reads_tools = reads("tools")
         self._reasoning_names = [name for name in REASONING_FIELDS if reads(name)]
 
-    def read(self, row: Mapping[str, Any]) -> Conversation | Tokens | Rejection:
+    def read(self, row: Row) -> Conversation | Tokens | Rejection:
         """One row. Never raises for what it holds."""
         try:
             return self._read(_mapped(row, self.config.columns))
@@ -179,12 +180,12 @@ class RowReader:
         except RecursionError:
             return Rejection("nested too deep")
 
-    def _tokenised(self, row: dict[str, Any]) -> Tokens:
+    def _tokenised(self, row: Row) -> Tokens:
         if row.get("input_ids") is None or row.get("loss_mask") is None:
             raise RefusedRowError("no input_ids and loss_mask", f"columns: {', '.join(row)}")
         return Tokens(row["input_ids"], row["loss_mask"])
 
-    def _alpaca(self, row: dict[str, Any]) -> Conversation:
+    def _alpaca(self, row: Row) -> Conversation:
         output = next((row[name] for name in ("output", "response") if row.get(name) is not None), None)
         if row.get("instruction") is None and not row.get("input"):
             raise RefusedRowError("no instruction", f"columns: {', '.join(row)}")
@@ -199,7 +200,7 @@ class RowReader:
         messages += _exchange("\n\n".join(part for part in question if part), _text(output, "output"))
         return Conversation(messages)
 
-    def _prompt_response(self, row: dict[str, Any]) -> Conversation:
+    def _prompt_response(self, row: Row) -> Conversation:
         prompt = next((row[name] for name in ("prompt", "question") if row.get(name) is not None), None)
         response = next((row[name] for name in RESPONSE_COLUMNS if row.get(name) is not None), None)
         if prompt is None or response is None:
@@ -212,7 +213,7 @@ class RowReader:
             return self._turns({**row, "messages": [*prompt, *response]})
         return Conversation(_system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response")))
 
-    def _turns(self, row: dict[str, Any]) -> Conversation:
+    def _turns(self, row: Row) -> Conversation:
         column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
         if column is None:
             raise RefusedRowError("no conversation", f"columns: {', '.join(row)}")
@@ -225,7 +226,7 @@ class RowReader:
         tools = self._tools(row)
         return Conversation(messages, tools)
 
-    def _tools(self, row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def _tools(self, row: Row) -> list[dict[str, Any]] | None:
         tools = row.get("tools")
         if isinstance(tools, str) and tools.strip():
             tools = _json_or_none(tools)
@@ -338,7 +339,7 @@ def _as_list(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _system(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _system(row: Row) -> list[dict[str, Any]]:
     """The row's `system` column as a first message."""
     text = row.get("system") if row.get("system") is not None else row.get("system_prompt")
     return [{"role": "system", "content": _text(text, "system")}] if text else []

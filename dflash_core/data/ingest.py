@@ -7,7 +7,6 @@ throughput is close to the bare tokenizer's (`benchmarks/ingest.py`).
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import json
@@ -25,7 +24,6 @@ from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered
 from dflash_core.data.containers import RawRow, read_rows
 from dflash_core.data.formats import RowReader, Tokens, detect_format
 from dflash_core.data.store import ShardWriter
-from dflash_core.model.anchors import eligible_positions
 
 STDLIB = "stdlib"
 _BATCH_ROWS = 512
@@ -33,7 +31,6 @@ _BATCH_CHARACTERS = 1 << 20
 _BATCHES_IN_FLIGHT = 3
 _DETECTION_ROWS = 100
 _NOT_INGEST = ("files", "min_validation_samples", "max_reject_share", "chat_template")
-_DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 Item = tuple[int, Rendered | Sample | Rejection]
 
@@ -71,7 +68,7 @@ def ingest_file(
     content = stdlib_corpus.corpus_digest() if is_stdlib else content_digest(Path(path))
     meta = {
         "source": source,
-        "template_digest": _digest(encoder.template),
+        "template_digest": _digest(encoder.template.text),
         "rules": ingest_key_fields(config),
     }
     with ShardWriter(
@@ -84,7 +81,7 @@ def ingest_file(
         first, rows = _peek(rows)
         format_name = "messages" if is_stdlib else detect_format(first, config, source=str(path))
         meta["format"] = format_name
-        reader = RowReader(format_name, config, reads=encoder.reads, notes=writer.notes)
+        reader = RowReader(format_name, config, reads=encoder.template.reads, notes=writer.notes)
         items = _rendered(_limited(rows, config.limit), reader, encoder, writer, len(tokenizer))
         for item in _encoded(items, encoder, lambda: progress and progress(writer.num_rows)):
             _store(item, writer, config, source)
@@ -157,17 +154,17 @@ def _check_tokens(tokens: Tokens, vocabulary: int, mask_token_id: int | None) ->
 def _encoded(items: Iterator[Item], encoder: ChatEncoder, on_batch: Callable[[], object]) -> Iterator[Item]:
     """Items in order with rendered text encoded, a batch in a thread while the next ones are rendered."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        flying: deque[tuple[list[Item], Future[list[Sample | Rejection]]]] = deque()
+        flying: deque[tuple[list[Item], list[Rendered], Future[list[Any]]]] = deque()
         batches = _batched(items)
         while True:
             batch = next(batches, None)
             if batch is not None:
                 texts = [value for _, value in batch if isinstance(value, Rendered)]
-                flying.append((batch, pool.submit(encoder.encode, texts)))
+                flying.append((batch, texts, pool.submit(encoder.tokenise, texts)))
                 on_batch()
             while flying and (batch is None or len(flying) >= _BATCHES_IN_FLIGHT):
-                done, future = flying.popleft()
-                samples = iter(future.result())
+                done, texts, future = flying.popleft()
+                samples = iter(encoder.samples(texts, future.result()))
                 for line, value in done:
                     yield line, next(samples) if isinstance(value, Rendered) else value
             if batch is None:
@@ -196,14 +193,21 @@ def _store(item: Item, writer: ShardWriter, config: DataConfig, source: str) -> 
         writer.reject(line, value.reason, value.detail)
         return
     assert isinstance(value, Sample)
-    if len(eligible_positions(value.loss_mask)) == 0:
-        writer.reject(
-            line, "no eligible anchor", f"{int(value.loss_mask.sum())} supervised tokens, no two in a row"
-        )
+    mask = value.loss_mask
+    num_eligible = int(np.count_nonzero(mask[:-1] & mask[1:]))  # the number of `eligible_positions`
+    if num_eligible == 0:
+        writer.reject(line, "no eligible anchor", f"{int(mask.sum())} supervised tokens, no two in a row")
         return
     for note in value.notes:
         writer.notes[note] += 1
-    if not writer.add(value.token_ids, value.loss_mask, source=source, drop_duplicate=config.drop_duplicates):
+    added = writer.add(
+        value.token_ids,
+        value.loss_mask,
+        source=source,
+        num_eligible=num_eligible,
+        drop_duplicate=config.drop_duplicates,
+    )
+    if not added:
         writer.reject(line, "duplicate", "same tokens as an earlier row (data.drop_duplicates)")
 
 
@@ -265,35 +269,6 @@ def _digest(text: str) -> str:
 def source_name(path: Path) -> str:
     """How samples of a file are named in the profile: its name without suffixes."""
     return path.name.split(".")[0] or path.name
-
-
-def expand_files(patterns: Iterable[str]) -> list[Path]:
-    """Files that `data.files` names: files, directories (all data files below) and globs, sorted, each once.
-
-    Raises:
-        UserError: a pattern that matches nothing.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        path = Path(pattern)
-        if path.is_dir():
-            files = [
-                file for file in path.rglob("*") if file.is_file() and file.name.endswith(_DATA_SUFFIXES)
-            ]
-            if not files:
-                raise UserError(
-                    f"data.files: directory {pattern!r} holds no {', '.join(_DATA_SUFFIXES)} file"
-                )
-        elif path.is_file():
-            files = [path]
-        else:
-            files = [Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()]
-            if not files:
-                raise UserError(
-                    f"data.files: {pattern!r} matches no file; allowed: a file, a directory or a glob"
-                )
-        found.update(dict.fromkeys(sorted(files)))
-    return list(found)
 
 
 def content_digest(path: Path) -> str:

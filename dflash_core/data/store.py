@@ -129,9 +129,13 @@ class ShardWriter:
         loss_mask: NDArray[np.uint8],
         *,
         source: str,
+        num_eligible: int | None = None,
         drop_duplicate: bool = False,
     ) -> bool:
-        """Append a sample. Returns False when it repeats an earlier one and `drop_duplicate` is set."""
+        """Append a sample; `num_eligible` is counted unless given.
+
+        Returns False when it repeats an earlier one and `drop_duplicate` is set.
+        """
         tokens_bytes = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         mask_bytes = np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes()
         assert len(tokens_bytes) == 4 * len(mask_bytes), "one mask byte a token"
@@ -152,7 +156,7 @@ class ShardWriter:
         self._tokens.write(tokens_bytes)
         self._masks.write(mask_bytes)
         length, supervised = len(mask_bytes), int(np.count_nonzero(loss_mask))
-        eligible = len(eligible_positions(loss_mask))
+        eligible = len(eligible_positions(loss_mask)) if num_eligible is None else num_eligible
         key = int.from_bytes(content[:8], "little")
         is_validation = key < self._validation_bound
         self._samples.add((sample_id, source, length, supervised, eligible, is_validation, key))

@@ -1,4 +1,4 @@
-"""Ids and masks of conversations. A wrong mask ruins a drafter without any error: an oracle, five families."""
+"""Ids and masks of conversations: a wrong mask ruins a drafter without any error. An oracle, five families."""
 
 from __future__ import annotations
 
