@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dflash_core.model.visibility import context_mask
 
@@ -183,6 +184,7 @@ class _TiledAttention(torch.autograd.Function):
         return out_AKNH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, context_start_A, anchor_A, out_AKNH = (
             ctx.saved_tensors

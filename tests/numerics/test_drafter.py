@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 
-def hidden_states(drafter, case):
+def hidden_states(drafter, case, **kwargs):
     bounds = case.cu_seqlens
     return drafter.forward_blocks(
         block_embeddings(
@@ -43,6 +43,7 @@ def hidden_states(drafter, case):
         project_microbatch(drafter, case.features, bounds),
         context_start_A=bounds[case.anchor_sample.long()],
         anchor_A=case.anchors,
+        **kwargs,
     )
 
 
@@ -86,6 +87,15 @@ def test_same_step_however_it_is_split(objective):
         parts = [run(drafter, case.samples(i, j), objective) for i, j in zip(cuts, cuts[1:])]
         assert_sums_close(sum(parts[1:], parts[0]), expected)
         assert_close(gradients(drafter), expected_grads)
+
+
+@pytest.mark.parametrize("slots", [[], [0], [47], [1, 2, 5, 30, 31]], ids=str)
+def test_kept_slots_are_those_of_all(slots):
+    """The last layer runs for the kept slots alone; what they hear from the others is the same."""
+    case, drafter = make_case().double(), make_drafter().double()
+    every = hidden_states(drafter, case)
+    kept = hidden_states(drafter, case, keep_P=torch.tensor(slots, dtype=torch.int64))
+    torch.testing.assert_close(kept, every.flatten(0, 1)[slots], rtol=1e-11, atol=1e-12)
 
 
 def test_runs_are_bit_equal():
