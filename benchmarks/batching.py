@@ -34,7 +34,7 @@ import time
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from dflash_core.batching import BatchingConfig, BatchPlan, build_plan, edge_cur
 from dflash_core.batching.advice import check_speeds
 from dflash_core.batching.buckets import length_counts
 from dflash_core.batching.metrics import rank_balance, repeated_pair_share
+from dflash_core.config import from_dict
 
 BUDGET = 49_152
 WINDOW = 64  # microbatches of a step
@@ -266,8 +267,7 @@ def measure_peers(lengths: np.ndarray, slow_samples: int) -> dict[str, dict[str,
             continue
         mine = lengths[: min(len(lengths), slow_samples)] if slow else lengths
         with contextlib.redirect_stdout(sys.stderr):
-            if packed:
-                run(mine[:2000], 0)  # compile
+            run(mine[:2000], 0)  # imports, compilation
             start = time.perf_counter()
             batches = run(mine, 1)
             seconds = (time.perf_counter() - start) * len(lengths) / len(mine)
@@ -298,7 +298,7 @@ def measure_large(sizes: list[int]) -> list[dict[str, float]]:
 
 
 def child(path: str, strategy: str) -> None:
-    config = BatchingConfig(strategy=strategy)  # type: ignore[arg-type]
+    config = from_dict(BatchingConfig, {"strategy": strategy})
     lengths = np.load(path)
     build_plan(lengths[:1000], config, seed=0, epoch=0)  # compile
     empty = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -306,27 +306,21 @@ def child(path: str, strategy: str) -> None:
     plan = build_plan(lengths, config, seed=0, epoch=0)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-        json.dumps(
-            {
-                "seconds": seconds,
-                "peak_gb": peak / 1e6,
-                "added_gb": (peak - empty) / 1e6,
-                "packs": plan.num_microbatches,
-            }
-        )
-    )
+    row = {"seconds": seconds, "peak_gb": peak / 1e6, "added_gb": (peak - empty) / 1e6}
+    print(json.dumps(row | {"microbatches": plan.num_microbatches}))
 
 
 def time_edges(lengths: np.ndarray) -> dict[str, float]:
+    """Seconds for the optimal edges of all bucket counts up to 64, and the knee of the curve."""
     counts = length_counts(lengths)
     values = np.flatnonzero(counts)
     out = {}
-    for shapes in ("dynamic", "static"):
+    kinds: tuple[Literal["dynamic", "static"], ...] = ("dynamic", "static")
+    for shapes in kinds:
         seconds = []
         for _ in range(3):
             start = time.perf_counter()
-            curve = edge_curve(values, counts[values], max_buckets=64, token_budget=BUDGET, shapes=shapes)  # type: ignore[arg-type]
+            curve = edge_curve(values, counts[values], max_buckets=64, token_budget=BUDGET, shapes=shapes)
             seconds.append(time.perf_counter() - start)
         out |= {f"edges_{shapes}_seconds": min(seconds), f"knee_{shapes}": float(curve.knee)}
     return out
@@ -375,13 +369,16 @@ def main() -> None:
     peers = {} if args.no_peers else measure_peers(lengths, args.slow_samples)
     bound = -(-int(lengths.sum(dtype=np.int64)) // BUDGET)
     print(
-        f"{len(lengths):,} lengths, mean {lengths.mean():,.1f}, longest {lengths.max():,}; budget {BUDGET:,} slots;"
+        f"{len(lengths):,} lengths, mean {lengths.mean():,.1f}, longest {lengths.max():,}; {BUDGET:,} slots;"
     )
     print(f"lower bound {bound:,} packs; ours: means of {args.seeds} seeds, seconds of the fastest epoch")
     print_table(ours | peers)
     works = {
         name: build_plan(
-            lengths, BatchingConfig(strategy=name, edges=SEED_PROJECT_EDGES), seed=0, epoch=0
+            lengths,
+            from_dict(BatchingConfig, {"strategy": name, "edges": SEED_PROJECT_EDGES}),
+            seed=0,
+            epoch=0,
         ).work
         for name in ("sorted", "random", "bucketed")
     }
@@ -396,9 +393,8 @@ def main() -> None:
     )
     large = measure_large([1_000_000, 10_000_000, 100_000_000]) if args.large else []
     for row in large:
-        print(
-            f"{row['samples']:>12,} {row['strategy']:13} {row['seconds']:7.2f} s {row['peak_gb']:6.2f} GB at peak"
-        )
+        speed = f"{row['seconds']:7.2f} s {row['peak_gb']:6.2f} GB at peak"
+        print(f"{row['samples']:>12,} {row['strategy']:13} {speed}")
     packed, best_peer = ours["packed"], [p for n, p in peers.items() if n.startswith("axolotl")]
     ratio = best_peer[0]["seconds"] / packed["seconds"] if best_peer else None
     if ratio:

@@ -107,10 +107,11 @@ def recommend(forecasts: list[Forecast], *, can_pack: bool = True) -> tuple[str,
     ]
     best = (mixed or allowed)[0]
     fastest = allowed[0]
+    found = best.metrics
     numbers = (
-        f"{best.tokens_per_second:,.0f} tokens/s, {best.metrics['padding_efficiency']:.1%} of slots hold tokens, "
-        f"a step varies {best.metrics['mixing_step']:.2f} times as much as i.i.d., "
-        f"{best.metrics.get('repeated_pair_share', 0):.2%} of pairs meet again"
+        f"{best.tokens_per_second:,.0f} tokens/s, {found['padding_efficiency']:.1%} of slots hold tokens, "
+        f"a step varies {found['mixing_step']:.2f} times as much as i.i.d., "
+        f"{found.get('repeated_pair_share', 0):.2%} of pairs meet again"
     )
     if not mixed:
         return best.strategy, f"the fastest; none is well mixed on these lengths: {numbers}"

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from dflash_core.batching.randomness import random_words
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_HALF = np.uint64(
+    1 << 63
+)  # start in the middle: the last step may have few microbatches, then no extreme ones
 _MAX_SWEEPS = 8
 
 
@@ -40,9 +43,8 @@ def interleave(mean_lengths: NDArray[np.float64], *, per_step: int, key: np.uint
     """
     n = len(mean_lengths)
     per_step = max(1, min(per_step, n))
-    visit = np.argsort(
-        np.argsort(np.arange(per_step, dtype=np.uint64) * _GOLDEN, kind="stable"), kind="stable"
-    )
+    points = np.arange(per_step, dtype=np.uint64) * _GOLDEN + _HALF
+    visit = np.argsort(np.argsort(points, kind="stable"), kind="stable")
     priority = (visit[np.arange(n) % per_step].astype(np.uint64) << np.uint64(40)) | (
         random_words(n, key) >> np.uint64(24)
     )
