@@ -8,9 +8,9 @@ Two costs of a bucket (a, b], both in padded slots:
       E[n M] = sum_k k (G_k(B/k) - F(B/(k+1)) G_k(B/(k+1)))
       G_k(c) = E[M_k; M_k <= c] = c F(c)^k - sum_{x<c} F(x)^k
   with F the distribution of lengths inside the bucket and M_k the longest of k. The sample that overflowed, a
-  long one, opens the next microbatch; the formula ignores that and reads high where few rows fit: by 0.4 points
-  of efficiency at 1 bucket and 0.3 at 6 for a budget of six times the longest, by 3.3 at 1, 1.0 at 4 and 0.4 at
-  8 for four times; under 0.05 from 16 on. Plans themselves report what is reached.
+  long one, opens the next microbatch; the formula ignores that and reads high where few rows fit: by 0.4
+  points of efficiency at 1 bucket and 0.3 at 6 for a budget of six times the longest, by 3.3 at 1, 1.0 at 4
+  and 0.4 at 8 for four times; under 0.05 from 16 on. Plans themselves report what is reached.
 
 The result is the optimum over edges on a grid of at most 256 cells (dynamic) or 1,024 (static); histograms
 with fewer distinct lengths are solved exactly. All bucket counts up to K come out of one run.

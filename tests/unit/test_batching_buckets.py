@@ -39,7 +39,9 @@ def test_static_edges_are_the_optimum_over_all_edges():
 
 
 def test_dynamic_efficiency_is_what_plans_reach():
-    """The formula against plans of 30,000 lengths: never too low, a little high with few buckets (see the module)."""
+    """The formula against plans of 30,000 lengths: never too low, a little high with few buckets (see the
+    module).
+    """
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(6, 0.7, 30_000), 16, 4096).astype(np.int32)
     values, counts = np.unique(lengths, return_counts=True)
