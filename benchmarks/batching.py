@@ -255,11 +255,15 @@ PEERS: dict[str, tuple[str, bool, bool, Callable[[np.ndarray, int], list[np.ndar
 }
 
 
-def measure_peers(lengths: np.ndarray, slow_samples: int) -> dict[str, dict[str, Any]]:
+def measure_peers(
+    lengths: np.ndarray, slow_samples: int, wanted: Callable[[str], bool]
+) -> dict[str, dict[str, Any]]:
     from importlib.metadata import PackageNotFoundError, version
 
     out: dict[str, dict[str, Any]] = {}
     for name, (distribution, packed, slow, run) in PEERS.items():
+        if not wanted(name):
+            continue
         try:
             label = f"{name} ({version(distribution)})"
         except PackageNotFoundError:
@@ -357,6 +361,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--slow-samples", type=int, default=100_000)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose name contains one of these, comma-separated")
     parser.add_argument("--large", action="store_true", help="also 1M, 10M and 100M lengths")
     parser.add_argument("--child", nargs=2, metavar=("PATH", "STRATEGY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -365,8 +370,14 @@ def main() -> None:
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     lengths = np.load(args.lengths).astype(np.int32) if args.lengths else synthetic_lengths(args.num_samples)
-    ours = {name: measure_ours(lengths, settings, args.seeds) for name, settings in OURS.items()}
-    peers = {} if args.no_peers else measure_peers(lengths, args.slow_samples)
+
+    def wanted(name: str) -> bool:
+        return any(part in name for part in args.only.split(","))
+
+    ours = {
+        name: measure_ours(lengths, settings, args.seeds) for name, settings in OURS.items() if wanted(name)
+    }
+    peers = {} if args.no_peers else measure_peers(lengths, args.slow_samples, wanted)
     bound = -(-int(lengths.sum(dtype=np.int64)) // BUDGET)
     print(
         f"{len(lengths):,} lengths, mean {lengths.mean():,.1f}, longest {lengths.max():,}; {BUDGET:,} slots;"
@@ -395,8 +406,8 @@ def main() -> None:
     for row in large:
         speed = f"{row['seconds']:7.2f} s {row['peak_gb']:6.2f} GB at peak"
         print(f"{row['samples']:>12,} {row['strategy']:13} {speed}")
-    packed, best_peer = ours["packed"], [p for n, p in peers.items() if n.startswith("axolotl")]
-    ratio = best_peer[0]["seconds"] / packed["seconds"] if best_peer else None
+    axolotl = [row for name, row in peers.items() if name.startswith("axolotl")]
+    ratio = axolotl[0]["seconds"] / ours["packed"]["seconds"] if axolotl and "packed" in ours else None
     if ratio:
         print(f"packed: {ratio:.1f} times as fast as axolotl's multipack")
     print(
