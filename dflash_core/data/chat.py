@@ -151,6 +151,18 @@ class ChatEncoder:
             raise RefusedError("control string that cannot be written as text", ", ".join(sorted(left)))
         return messages, tools, broken
 
+    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int] | Rejection:
+        """Ids of a conversation with the generation prompt, for evaluation. No control token from data."""
+        try:
+            messages, _, broken = self._without_controls(Conversation(messages))
+            rendered = Rendered(self.template.render_prompt(messages), [], broken)
+            sample = self.encode([rendered])[0]
+        except RefusedError as refused:
+            return Rejection(refused.reason, refused.detail)
+        except Exception as error:  # noqa: BLE001 - templates are programs of others and raise anything
+            return Rejection("chat template refuses the prompt", f"{type(error).__name__}: {error}")
+        return sample if isinstance(sample, Rejection) else sample.token_ids.tolist()
+
     def encode(self, rendered: Sequence[Rendered]) -> list[Sample | Rejection]:
         """Token ids and masks of many conversations."""
         return self.samples(rendered, self.tokenise(rendered))

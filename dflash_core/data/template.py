@@ -149,6 +149,10 @@ class ChatTemplate:
                 return text, turns, skeleton.notes
         return self._render_slowly(messages, tools)
 
+    def render_prompt(self, messages: Messages) -> str:
+        """Text of a conversation that the model is asked to go on with."""
+        return self._render(messages, None, prompt=True)
+
     def _render_slowly(
         self, messages: Messages, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[Span], tuple[str, ...]]:
