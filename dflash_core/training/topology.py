@@ -117,12 +117,10 @@ def split_advice(
     then = max(capture_seconds / best, train_seconds / (ranks - best))
     slower = "targets" if targets > drafters else "drafters"
     share = min(targets, drafters) / now if now else 1.0
+    said = f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time"
     if best == num_targets or then >= 0.95 * now:
-        return f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time; this split is the best"
-    return (
-        f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time: "
-        f"{best}+{ranks - best} (targets+drafters) would give about {now / then:.2f}x"
-    )
+        return f"{said}; this split is the best"
+    return f"{said}: {best}+{ranks - best} (targets+drafters) would give about {now / then:.2f}x"
 
 
 def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignment]:

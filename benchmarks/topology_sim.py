@@ -1,0 +1,278 @@
+"""How many ranks should capture and how many should train: a real plan, run on paper for 8, 64 and 512 GPUs.
+
+    python benchmarks/topology_sim.py             # tables for an 8B target; constants of
+    dflash_core.batching.cost python benchmarks/topology_sim.py --check     # also runs 1 to 3 processes with
+    artificial delays against it
+
+Claims: (1) throughput against the number of target ranks, and the best split, follow from the plan and the
+seconds of a microbatch; (2) the bandwidth between ranks below which transfers take over; (3) the timeline
+agrees with processes that really capture, send and train within 10%.
+
+The delays of `--check` are floors: a rank that needs less sleeps for the rest, so each capture and each
+training takes what the timeline assumes. Steps hold four microbatches a GPU: with one, 6 of 8 drafter ranks
+would wait while the 2 that got a second one work. Prints tables, then
+one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from dflash_core.batching import REFERENCE, BatchingConfig, CostModel, build_plan  # noqa: E402
+from dflash_core.config import TrainingConfig  # noqa: E402
+from dflash_core.training.feed import Assignment, Schedule  # noqa: E402
+from dflash_core.training.simulate import Rates, Timeline, simulate  # noqa: E402
+from dflash_core.training.topology import make_layout  # noqa: E402
+
+TOKEN_BUDGET, NUM_ANCHORS, BLOCK_SIZE = 49_152, 512, 16
+FEATURE_BYTES = 5 * 4096 * 2  # a token: 5 layers, width 4,096, bfloat16
+STEP_SECONDS = 0.15  # reduction of 1e9 fp32 gradients over NVLink, and the update
+GPUS_A_NODE = 8
+PER_STEP = 4  # microbatches a GPU and step
+
+
+class PaperSchedule:
+    """A plan without a token store: what assignments need of `Schedule`."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan, self.total_steps = plan, plan.num_steps
+
+    def locate(self, step: int) -> tuple[int, int]:
+        return 0, step
+
+    def plan(self, epoch: int) -> Any:
+        return self._plan
+
+
+def paper_schedule(num_gpus: int, num_steps: int, seed: int = 0) -> Schedule:
+    """Log-normal lengths (median 900, up to 8,192), packed, `PER_STEP` microbatches a GPU and step."""
+    rng = np.random.default_rng(seed)
+    mean = 1250
+    lengths = rng.lognormal(
+        np.log(900), 0.8, int(PER_STEP * num_gpus * num_steps * TOKEN_BUDGET / mean)
+    ).clip(32, 8192)
+    slots = np.minimum(lengths * 0.6, NUM_ANCHORS).astype(np.int32) * BLOCK_SIZE
+    config = BatchingConfig(
+        token_budget=TOKEN_BUDGET, tokens_per_step=int(PER_STEP * num_gpus * TOKEN_BUDGET * 0.98)
+    )
+    plan = build_plan(lengths.astype(np.int32), config, seed=seed, epoch=0, draft_slots=slots)
+    return cast(Schedule, PaperSchedule(plan))
+
+
+# What 8 GPUs of the seed project did with 7 targets and 1 drafter, when padding cost a third of the slots and
+# less: about 31,000 slots/s, the targets being the bottleneck. So a target rank captures 4,400 slots/s, and
+# the drafter rank keeps up with 31,000 tokens/s.
+SEED_PROJECT = CostModel(
+    capture_slot=7 / 31_000,
+    capture_pair=0.0,
+    capture_microbatch=0.0,
+    train_token=1 / 32_000,
+    train_draft_slot=0.0,
+    train_draft_pair=0.0,
+    train_microbatch=0.0,
+)
+MODELS = {"8B target, constants of the cost model": REFERENCE, "rates of the seed project": SEED_PROJECT}
+
+
+def paper_rates(schedule: Schedule, model: CostModel, gigabytes_per_second: float) -> Rates:
+    """Seconds of a cost model for the plan's microbatches."""
+    plan = schedule.plan(0)
+    parts = model.parts(plan.work)
+    capture = sum(seconds for name, seconds in parts.items() if name.startswith("capture"))
+    train = sum(seconds for name, seconds in parts.items() if name.startswith("train"))
+    return Rates(
+        capture=lambda a: float(capture[a.microbatch]),
+        train=lambda a: float(train[a.microbatch]),
+        transfer=lambda a: plan.tokens[a.microbatch] * FEATURE_BYTES / (gigabytes_per_second * 1e9),
+        step=STEP_SECONDS,
+    )
+
+
+def split_config(num_gpus: int, num_targets: int) -> TrainingConfig:
+    """`num_targets` of every node's GPUs capture; 0 is colocated."""
+    nodes = max(1, num_gpus // GPUS_A_NODE)
+    if num_targets == 0:
+        return TrainingConfig(num_drafter_ranks=num_gpus, num_nodes=nodes)
+    return TrainingConfig(
+        topology="split",
+        num_target_ranks=num_targets * nodes,
+        num_drafter_ranks=num_gpus - num_targets * nodes,
+        num_nodes=nodes,
+    )
+
+
+def paper(name_of_model: str, num_gpus: int, num_steps: int) -> dict[str, Any]:
+    """Throughput by split, and by bandwidth for the best split."""
+    schedule = paper_schedule(num_gpus, num_steps)
+    tokens = int(schedule.plan(0).tokens.sum())
+
+    def tokens_per_second(num_targets: int, bandwidth: float) -> tuple[float, Timeline]:
+        layout = make_layout(split_config(num_gpus, num_targets))
+        rates = paper_rates(schedule, MODELS[name_of_model], bandwidth)
+        timeline = simulate(
+            layout, schedule, rates, steps=range(min(num_steps, schedule.total_steps)), max_inflight=2
+        )
+        steps = tokens * num_steps / schedule.total_steps
+        return steps / timeline.seconds, timeline
+
+    print(
+        f"\n{name_of_model}: {num_gpus} GPUs, {num_steps} steps of about {PER_STEP * num_gpus} microbatches, 50 GB/s between ranks"
+    )
+    print(f"{'targets+drafters a node':<26}{'tokens/s':>12}{'targets busy':>14}{'drafters busy':>15}")
+    by_split = {}
+    for num_targets in range(GPUS_A_NODE):
+        speed, timeline = tokens_per_second(num_targets, 50)
+        name = f"{num_targets}+{GPUS_A_NODE - num_targets}" if num_targets else "colocated"
+        by_split[name] = speed
+        print(f"{name:<26}{speed:>12,.0f}{timeline.target_busy:>14.0%}{timeline.drafter_busy:>15.0%}")
+    best = max((n for n in by_split if n != "colocated"), key=lambda n: by_split[n])
+    by_bandwidth = {b: tokens_per_second(int(best[0]), b)[0] for b in (1, 2, 5, 10, 25, 50, 100)}
+    limit = min(b for b, speed in by_bandwidth.items() if speed > 0.95 * by_bandwidth[100])
+    shown = ", ".join(f"{b} GB/s {speed:,.0f}" for b, speed in by_bandwidth.items())
+    print(f"best split {best}; by bandwidth: {shown}; transfers cost over 5% below {limit} GB/s")
+    return {
+        "model": name_of_model,
+        "gpus": num_gpus,
+        "tokens_per_second": by_split,
+        "best_split": best,
+        "colocated_over_best_split": by_split["colocated"] / by_split[best],
+        "bandwidth_needed_gb_per_second": limit,
+    }
+
+
+CHECKED = {
+    "colocated 1": {},
+    "colocated 2": {"num_drafter_ranks": 2},
+    "split 1+1": {"topology": "split"},
+    "split 2+1": {"topology": "split", "num_target_ranks": 2},
+    "split 1+2": {"topology": "split", "num_drafter_ranks": 2},
+}
+DELAYS = {"capture": 0.006, "train": 0.004}  # seconds a token
+
+
+def check() -> dict[str, Any]:
+    """Real processes whose captures and trainings take given times, beside the timeline of the same plan."""
+    from tests.tiny_target import make_tiny_target
+    from tests.training_run import read_metrics, write_run
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    out = {}
+    print(f"\n{'processes':<14}{'measured s':>12}{'timeline s':>12}{'ratio':>8}")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        target = make_tiny_target(root / "target")
+        for name, settings in CHECKED.items():
+            training = {"epochs": 1, "max_steps": 10, "validate_every": 1000, "checkpoint_every_steps": 1000}
+            changes = {"training": {**training, "num_validation_samples": 1, **settings}}
+            run_dir, config = write_run(root, target, changes, name=name.replace(" ", "-"))
+            subprocess.run(
+                torchrun(config.training, run_dir / "run.json"), check=True, stdout=subprocess.DEVNULL
+            )
+            times = [line["time_ms"] / 1000 for line in read_metrics(run_dir).values()]
+            from dflash_core.training.setup import Run
+
+            run = Run.load(run_dir / "run.json")
+            schedule = run.open_schedule(run.open_store())
+            timeline = simulate(
+                make_layout(config.training),
+                schedule,
+                Rates(
+                    capture=lambda a, s=schedule: delay(s, a, "capture"),
+                    train=lambda a, s=schedule: delay(s, a, "train"),
+                    transfer=lambda a: 0.0,
+                    step=0.0,
+                ),
+                steps=range(schedule.total_steps),
+                max_inflight=config.training.max_inflight_microbatches,
+            )
+            # The first step has the start of the processes in it.
+            measured, expected = times[-1] - times[0], timeline.step_ends[-1] - timeline.step_ends[0]
+            out[name] = {"measured": measured, "timeline": expected, "ratio": measured / expected}
+            print(f"{name:<14}{measured:>12.2f}{expected:>12.2f}{measured / expected:>8.3f}")
+    return out
+
+
+def delay(schedule: Schedule, assignment: Assignment, kind: str) -> float:
+    """Seconds that this piece of work is made to take."""
+    return float(schedule.plan(assignment.epoch).tokens[assignment.microbatch] * DELAYS[kind])
+
+
+def torchrun(training: TrainingConfig, run_json: Path) -> list[str]:
+    """torchrun of this file as the rank."""
+    from dflash_core.training.launcher import torchrun_arguments
+
+    arguments = torchrun_arguments(training, run_json)
+    module = arguments.index("-m")
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *arguments[:module],
+        __file__,
+        "--rank",
+        str(run_json),
+    ]
+
+
+def rank(run_json: Path) -> int:
+    """A rank of a real run in which captures and training passes take no less than their delay."""
+    from dflash_core.training import __main__ as entry
+    from dflash_core.training import loop, rank
+
+    def slowed(function: Any, kind: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            started = time.monotonic()
+            result = function(*arguments, **keywords)
+            microbatch = next(a for a in arguments if hasattr(a, "token_ids"))
+            if keywords.get("backward", True):
+                time.sleep(max(0.0, started + microbatch.num_tokens * DELAYS[kind] - time.monotonic()))
+            return result
+
+        return call
+
+    make_capture = rank.make_capture
+
+    def make_slow_capture(*arguments: Any) -> tuple[Any, str]:
+        capture, line = make_capture(*arguments)
+        return slowed(capture, "capture"), line
+
+    patched = cast(Any, SimpleNamespace(loop=loop, rank=rank))
+    patched.rank.make_capture = make_slow_capture
+    patched.loop.loss_of = slowed(loop.loss_of, "train")
+    return entry.main(run_json)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="run processes with artificial delays as well")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        sys.exit(rank(arguments.rank))
+    result: dict[str, Any] = {
+        "paper": [
+            paper(name, gpus, steps) for name in MODELS for gpus, steps in ((8, 40), (64, 10), (512, 4))
+        ]
+    }
+    if arguments.check:
+        result["check"] = check()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
