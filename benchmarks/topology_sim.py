@@ -128,9 +128,7 @@ def paper(name_of_model: str, num_gpus: int, num_steps: int) -> dict[str, Any]:
         steps = tokens * num_steps / schedule.total_steps
         return steps / timeline.seconds, timeline
 
-    print(
-        f"\n{name_of_model}: {num_gpus} GPUs, {num_steps} steps of about {PER_STEP * num_gpus} microbatches, 50 GB/s between ranks"
-    )
+    print(f"\n{name_of_model}: {num_gpus} GPUs, {num_steps} steps, 50 GB/s between ranks")
     print(f"{'targets+drafters a node':<26}{'tokens/s':>12}{'targets busy':>14}{'drafters busy':>15}")
     by_split = {}
     for num_targets in range(GPUS_A_NODE):
