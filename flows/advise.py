@@ -8,60 +8,68 @@ from flows import cli
 if __name__ == "__main__":
     sys.exit(cli.main("advise"))
 
-import json
 from datetime import timedelta
+
+from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import RunConfig
 from flows import steps
 from flows.deployments import FlowOptions
 from flows.entry import run_flow
-from tasks import advice, report, runs
+from tasks import report
 
 
 @run_flow("advise")
 def advise(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     """Returns the predicted figures of each strategy and the recommendation."""
+    from dflash_core.batching import advice
+
     steps.check_options(options)
     target = steps.prepare_target(config, options)
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
-    plans = steps.make_plans(config, options, dataset, edges)
-    figures = report.plan_figures(plans)
-    loaded = {strategy: steps.load_plan(config, epochs[0]) for strategy, epochs in plans.items()}
-    summary = runs.latest_directory(config) / "summary.json"
-    measured = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None
-    model = advice.cost_model(
-        steps.target_directory(config, target), config, measured, loaded[config.batching.strategy]
+    model, basis = steps.cost_model(config, options, target, dataset, edges)
+    forecasts = steps.forecast(config, dataset, edges, model)
+    strategy, reason = advice.recommend(forecasts)
+    own = next(f for f in forecasts if f.strategy == config.batching.strategy).prediction
+    tokens = own.num_tokens
+    splits = advice.split_devices(
+        max(2, config.training.num_drafter_ranks),
+        capture_rate=tokens / own.capture_seconds,
+        train_rate=tokens / own.train_seconds,
     )
-    table = {name: figures[name] | advice.predict(plan, model) for name, plan in loaded.items()}
-    epochs = config.training.epochs
     rows = [
         (
-            name,
-            f"{row['tokens_per_second']:,.0f} real tokens/s, "
-            f"{timedelta(seconds=round(row['seconds'] * epochs))} for {epochs} "
-            f"epochs, padding efficiency {row['padding_efficiency']:.4f}, mixing {row['mixing_step']:.2f}, "
-            f"{row['padded_shapes']:.0f} shapes",
+            f.strategy,
+            f"{f.tokens_per_second:,.0f} real tokens/s, {timedelta(hours=f.hours)}".split(".")[0]
+            + f" for {config.training.epochs} epochs, padding efficiency "
+            f"{f.metrics['padding_efficiency']:.4f}, mixing {f.metrics['mixing_step']:.2f}, {f.metrics['num_shapes']:.0f} shapes",
         )
-        for name, row in table.items()
+        for f in forecasts
     ]
-    own = table[config.batching.strategy]
-    ranks = max(2, config.training.num_drafter_ranks)
-    split = advice.split_ranks(own["capture_seconds"], own["drafter_seconds"], ranks)
-    sentence = advice.recommend(table, edges["knee"], config.batching.num_buckets, edges["edges"])
-    basis = (
-        "scaled to the latest run"
-        if measured
-        else "from shapes and an assumed speed, nothing was measured yet"
+    rows += [
+        (
+            "buckets: chosen, knee",
+            f"{len(edges['edges']) - 1}, {edges['knee']} (see {edges['path']}/efficiency.png)",
+        ),
+        (
+            "split of devices",
+            f"{splits[0].num_target} for the target, {splits[0].num_drafter} for the drafter; waits for the "
+            f"{splits[0].bound_by}",
+        ),
+        ("recommendation", f"{strategy}: {reason}"),
+    ]
+    report.print_table(f"{config.deployment}: predicted, {basis}", rows)
+    text = report.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
+    create_markdown_artifact(
+        text, key=f"advice-{report.slug(config.deployment)}", description="predicted costs"
     )
-    report.print_table(
-        f"{config.deployment}: predicted, {basis}",
-        [
-            *rows,
-            ("buckets: chosen, knee", f"{len(edges['edges']) - 1}, {edges['knee']}"),
-            (f"split of {ranks} devices", f"{split[0]} for the target, {split[1]} for the drafter"),
-            ("recommendation", sentence),
-        ],
-    )
-    return {"strategies": table, "knee": edges["knee"], "split": list(split), "recommendation": sentence}
+    return {
+        "strategies": {
+            f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts
+        },
+        "knee": edges["knee"],
+        "recommendation": strategy,
+        "reason": reason,
+    }

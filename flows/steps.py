@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import buckets, compare, ingest, length_profile, plans, report, target, train
+from tasks import advice, buckets, compare, ingest, length_profile, plans, report, runs, target, train
 from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
@@ -353,3 +354,37 @@ def write_comparison(
         "recommendation", [("", found["recommendation"]), ("report", f"{found['directory']}/report.md")]
     )
     return found
+
+
+def cost_model(
+    config: RunConfig, options: FlowOptions, target_pointer: Pointer, dataset: Dataset, edges_pointer: Pointer
+) -> tuple[Any, str]:
+    """What a microbatch costs, and where the constants come from."""
+    model = advice.shape_model(target_directory(config, target_pointer), config)
+    latest = runs.latest_directory(config)
+    summary, described = latest / "summary.json", runs.read_run(latest)
+    if not summary.is_file() or described is None or described["config"]["target"]["cache"] != "none":
+        return model, "from shapes and an assumed speed of the device"
+    strategy = described["config"]["batching"]["strategy"]
+    [pointer, *_] = make_plans(config, options, dataset, edges_pointer, [strategy])[strategy]
+    measured = json.loads(summary.read_text(encoding="utf-8"))
+    return advice.scale_to_measured(
+        model, measured, load_plan(config, pointer)
+    ), f"scaled to run {latest.resolve().name}"
+
+
+def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: Any) -> list[Any]:
+    """Each strategy on these lengths, fastest first."""
+    from dflash_core.batching.advice import forecast_strategies
+
+    lengths = plans.lengths_of(config, dataset.shards)
+    return forecast_strategies(
+        lengths.lengths,
+        replace(config.batching, edges=tuple(edges_pointer["edges"])),
+        draft_slots=lengths.draft_slots,
+        source_id=lengths.source_id,
+        model=model,
+        epochs=config.training.epochs,
+        num_devices=config.training.num_drafter_ranks,
+        seed=config.training.seed,
+    )

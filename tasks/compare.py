@@ -202,7 +202,7 @@ def to_markdown(found: dict[str, Any]) -> str:
         "![acceptance](plots/acceptance.png)",
         "## Does composition make the loss swing?",
         report.markdown_table(*table(found, STATISTICS)),
-        "Within each epoch the step loss is regressed on a cubic trend, then on the trend, the step's mean "
+        "Within each epoch the step loss is regressed on a cubic trend, then on it, the step's mean "
         "length and its source shares. R2 is the share of the swings around the trend that length and sources "
         "explain; the lag-1 autocorrelation of the rest shows clusters of similar steps.",
     ]

@@ -145,6 +145,7 @@ def evaluate_drafter(
     position.
     """
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from dflash_core.model.evaluate import evaluate
     from dflash_core.model.export import load_drafter
@@ -153,6 +154,7 @@ def evaluate_drafter(
     from tasks import plots
 
     del drafter_digest, target_fingerprint  # the key
+    disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() and where["device"] != "cpu" else "cpu"
     drafter = load_drafter(where["drafter_directory"], device=device)
     target = Target.load(

@@ -183,7 +183,7 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Two columns in the terminal."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -130,6 +130,7 @@ class Stage:
         self.function, self.name, self.version = function, name, version
         self.sources, self.locations = sources, locations
         self.__doc__ = function.__doc__
+        self._configured: dict[tuple[bool, Path], Any] = {}
         self.task = task(
             name=name,
             task_run_name="{label}",
@@ -157,9 +158,12 @@ class Stage:
         refresh: bool,
     ) -> tuple[Any, dict[str, Any]]:
         stale = refresh or not is_complete(self.directory(storage_root, inputs))
-        configured = self.task.with_options(
-            refresh_cache=stale, result_storage=storage_root.resolve() / "prefect" / "storage"
-        )
+        results = storage_root.resolve() / "prefect" / "storage"
+        if (stale, results) not in self._configured:  # making a task is slow: once, not once a file
+            self._configured[stale, results] = self.task.with_options(
+                refresh_cache=stale, result_storage=results
+            )
+        configured = self._configured[stale, results]
         return configured, {
             "storage_root": str(storage_root),
             "inputs": inputs,

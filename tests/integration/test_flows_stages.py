@@ -1,7 +1,7 @@
 """Which stages run again after which change, in one process against a temporary Prefect server.
 
-Training and evaluation are replaced by functions that write what the real ones leave behind, so that a row costs
-a second; `test_flows_command.py` runs the real ones. Rows build on the state that the row before left.
+Training and evaluation are replaced by functions that write what the real ones leave behind, so that a row
+costs a second; `test_flows_command.py` runs the real ones. Rows build on the state that the row before left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from dflash_core.training import launcher
-        from tasks import buckets, evaluate, ingest, length_profile, plans, target  # noqa: F401
+        from tasks import buckets, evaluate, ingest, length_profile, plans, report, target, tracking  # noqa: F401
         from tasks.stages import STAGES
 
         self.ran: list[str] = []
@@ -35,6 +35,9 @@ class Recorder:
             body = self._evaluate if stage.name == "evaluate" else stage.function
             monkeypatch.setattr(stage, "function", self._noting(stage.name, body))
         monkeypatch.setattr(launcher, "launch", self._launch)
+        monkeypatch.setattr(report, "draw_plots", lambda *_: None)
+        for name in ("log_summary", "register_drafter"):
+            monkeypatch.setattr(tracking, name, lambda *_, **__: None)
 
     def _noting(self, name: str, body: Any) -> Any:
         def noted(out: Path, **inputs: Any) -> dict[str, Any]:
@@ -129,7 +132,8 @@ def test_what_reruns_after_which_change(place: dict, tmp_path: Path, monkeypatch
     assert ran() == []
     # execution settings
     assert ran(training={"max_draft_slots": 128, "log_every": 7, "checkpoint_every_steps": 3}) == []
-    # the strategy is packed: a number of buckets changes the edges and the plans of `bucketed`, for the report
+    # the strategy is packed: a number of buckets changes the edges and the plans of `bucketed`, for the
+    # report
     assert ran(batching={"num_buckets": 3}) == ["edges", "plan", "plan"]
     assert ran(evaluation={"num_prompts": 3}) == ["evaluate"]
     assert ran(optimizer={"lr": 0.002}) == ["evaluate", "train"]
