@@ -182,6 +182,11 @@ def main() -> None:
         f"{summary['memory_share']:.2f} of the memory; "
         f"one chunk: {summary['speedup_one_chunk']:.2f} times, {summary['memory_share_one_chunk']:.2f}"
     )
+    for word in ("anchors", "context"):
+        grown = [r for r in results if r["name"].startswith("1 layer") and word in r["name"]]
+        if grown:
+            summary[f"growth_{word}_8x"] = grown[-1]["cpu_seconds"] / grown[0]["cpu_seconds"]
+            print(f"8 times the {word}: {summary[f'growth_{word}_8x']:.1f} times the CPU seconds")
     print(json.dumps({**summary, "rows": results}))
 
 
