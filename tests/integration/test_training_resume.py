@@ -5,20 +5,17 @@ others.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from dflash_core.config import RunConfig, UserError
-from dflash_core.training.launcher import TrainingFailed, launch
+from dflash_core.batching.storage import load_plan
+from dflash_core.config import RunConfig
+from tests.ranks import console, run_ranks, start_ranks, wait_for
 from tests.training_run import (
-    assert_nothing_left,
-    launcher_pid,
     losses,
     read_metrics,
     signal_rank,
@@ -28,12 +25,7 @@ from tests.training_run import (
     write_run,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
+STOPPED = 143  # exit code of a rank that ended as it was told
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +36,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(root: Path, tiny_target_dir: Path) -> Path:
     run_dir, config = write_run(root, tiny_target_dir, name="undisturbed")
-    summary = launch(run_dir, config)
+    run_ranks(run_dir, config)
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == len(losses(run_dir)) and summary["updates"] == summary["steps"]
     return run_dir
 
 
-def stop_at(run_dir: Path, config: RunConfig, step: int) -> int:
-    """Train until `step` is logged, then SIGTERM; returns the step of the checkpoint that was published."""
-    thread = when_step(run_dir, step, lambda: os.kill(launcher_pid(run_dir), signal.SIGTERM))
-    with pytest.raises(TrainingFailed, match="stopped by a signal at step"):
-        launch(run_dir, config)
-    thread.join()
-    assert_nothing_left(run_dir, 5)
+def stop_at(run_dir: Path, config: RunConfig, step: int, rank: int = 0) -> int:
+    """Train until `step` is logged, then SIGTERM to one rank; returns the step of the newest checkpoint."""
+    processes = start_ranks(run_dir, config)
+    when_step(run_dir, step, lambda: signal_rank(run_dir, rank, signal.SIGTERM)).join()
+    assert set(wait_for(processes)) == {STOPPED}
     return newest(run_dir)
 
 
@@ -76,7 +67,7 @@ def assert_equal_runs(run_dir: Path, undisturbed: Path) -> None:
 
 
 def test_two_interruptions_and_a_truncated_checkpoint(
-    root: Path, undisturbed: Path, tiny_target_dir: Path, capfd: pytest.CaptureFixture[str]
+    root: Path, undisturbed: Path, tiny_target_dir: Path
 ) -> None:
     run_dir, config = write_run(root, tiny_target_dir, name="interrupted")
     first = stop_at(run_dir, config, 2)
@@ -86,9 +77,8 @@ def test_two_interruptions_and_a_truncated_checkpoint(
     damaged = run_dir / "checkpoints" / f"step-{second:08d}"
     tensors = next(damaged.glob("*.distcp"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
-    capfd.readouterr()
-    launch(run_dir, config)
-    said = capfd.readouterr().out
+    run_ranks(run_dir, config)
+    said = console(run_dir)
     assert f"skipped checkpoint {damaged.name}:" in said and "resuming from" in said
     assert_equal_runs(run_dir, undisturbed)
 
@@ -97,23 +87,21 @@ def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny
     """Every checkpoint of one run is a place to go on from; here the ends of the first epoch."""
     run_dir, config = write_run(root, tiny_target_dir, name="epoch-end")
     every_step = with_training(config, checkpoint_every_steps=1, keep_last=1000)
-    launch(run_dir, every_step)
+    run_ranks(run_dir, every_step)
     assert_equal_runs(run_dir, undisturbed)
-    from dflash_core.batching.storage import load_plan
-
     boundary = load_plan(run_dir / "epoch-000.parquet").num_steps
     for checkpoint in (run_dir / "checkpoints").iterdir():
         if int(checkpoint.name[5:]) > boundary:
             shutil.rmtree(checkpoint)
     assert newest(run_dir) == boundary
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert_equal_runs(run_dir, undisturbed)
 
 
 def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
     run_dir, config = write_run(root, tiny_target_dir, name="other-ranks")
     stop_at(run_dir, config, 3)
-    launch(run_dir, with_training(config, topology="split", num_drafter_ranks=2))
+    run_ranks(run_dir, with_training(config, topology="split", num_drafter_ranks=2))
     expected, found = read_metrics(undisturbed), read_metrics(run_dir)
     assert list(found) == list(expected)
     for step, line in expected.items():
@@ -135,15 +123,15 @@ def test_a_cached_run_equals_itself_after_a_resume(root: Path, tiny_target_dir: 
     """The cache is filled in another order after a resume; the states it holds are the same ones."""
     changes = {"target": {"cache": "memory"}, "objective": {"labels": "target"}}
     whole, config = write_run(root, tiny_target_dir, changes, name="cached")
-    launch(whole, config)
+    run_ranks(whole, config)
     run_dir, config = write_run(root, tiny_target_dir, changes, name="cached-interrupted")
     stop_at(run_dir, config, 10)
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert_equal_runs(run_dir, whole)
     on_disk, config = write_run(
         root, tiny_target_dir, {**changes, "target": {"cache": "disk"}}, name="on-disk"
     )
-    launch(on_disk, config)
+    run_ranks(on_disk, config)
     assert_equal_runs(on_disk, whole)
 
 
@@ -157,22 +145,16 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_values(
         "training": {"resume_from": str(named)},
     }
     run_dir, config = write_run(root, tiny_target_dir, changes, name="misfit")
-    with pytest.raises(UserError) as refusal:
-        launch(run_dir, config)
+    with pytest.raises(RuntimeError) as refusal:
+        run_ranks(run_dir, config)
     message = str(refusal.value)
     assert "drafter.block_size: 4 -> 6" in message and "optimizer.lr: 0.003 -> 0.001" in message
     assert str(named) in message
     assert not list((run_dir / "checkpoints").iterdir())
 
 
-def test_a_step_is_stopped_by_a_signal_to_one_rank_alone(root: Path, tiny_target_dir: Path) -> None:
-    """All ranks agree: the others save the same step and end."""
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path, tiny_target_dir: Path) -> None:
     run_dir, config = write_run(
         root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-told"
     )
-    thread = when_step(run_dir, 3, lambda: signal_rank(run_dir, 1, signal.SIGTERM))
-    with pytest.raises(TrainingFailed, match="stopped by a signal"):
-        launch(run_dir, config)
-    thread.join()
-    assert newest(run_dir) >= 3
-    assert_nothing_left(run_dir, 5)
+    assert stop_at(run_dir, config, 3, rank=1) >= 3

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from dflash_core.training.launcher import launch, torchrun_arguments
+from dflash_core.training.launcher import torchrun_arguments
+from tests.ranks import run_ranks
 from tests.training_run import losses, read_metrics, write_run
 
 STEPS = 20
@@ -49,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(root: Path, tiny_target_dir: Path) -> Path:
     run_dir, config = write_run(root, tiny_target_dir, COMMON, name="alone")
-    launch(run_dir, config)
+    run_ranks(run_dir, config)
     assert len(losses(run_dir)) == STEPS
     return run_dir
 
@@ -59,7 +60,7 @@ def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path
     changes = {**COMMON, "training": {**COMMON["training"], **TOPOLOGIES[name]}}
     run_dir, config = write_run(root, tiny_target_dir, changes, name=name.replace(" ", "-"))
     if config.training.num_nodes == 1:
-        launch(run_dir, config)
+        run_ranks(run_dir, config)
     else:
         start_on_two_machines(run_dir, config)
     expected, found = read_metrics(alone), read_metrics(run_dir)
