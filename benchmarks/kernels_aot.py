@@ -128,7 +128,7 @@ def compile_job(job: Job) -> dict[str, Any]:
     kernel = getattr(module, f"{job.kernel}_kernel")
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
-        aligned = name.endswith(("_ptr", "_stride"))  # as a launch would find
+        aligned = name.endswith(("_ptr", "_stride", "num_words"))  # as a launch would find
         if name in job.constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
@@ -162,19 +162,18 @@ def compile_job(job: Job) -> dict[str, Any]:
 
 
 def run(jobs: list[Job], num_processes: int) -> list[dict[str, Any]]:
-    """Compile all jobs, the slow ones first, and print a line each in the order given."""
-    order = sorted(range(len(jobs)), key=lambda i: jobs[i].kernel == "row")
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        done = dict(zip(order, pool.imap(compile_job, [jobs[i] for i in order])))
+    """Compile all jobs and print a line each, in order."""
     print(f"{'chip':>6} {'kernel':<17}{'configuration':<28}{'dtype':<6}{'tile':>10}{'warps':>6}{'stages':>7}"
           f"{'registers':>10}{'spilled B':>10}{'shared KB':>10}{'limit':>6}{'s':>6}")  # fmt: skip
-    results = [done[i] for i in range(len(jobs))]
-    for r in results:
-        tile = "x".join(str(x) for x in r["tile"] if x)
-        mark = "" if r["passed"] else "  FAILED"
-        print(f"sm_{r['capability']:<4}{r['kernel']:<17}{r['label']:<28}{r['dtype']:<6}{tile:>10}"
-              f"{r['num_warps']:>6}{r['num_stages']:>7}{r['registers']:>10}{r['spilled_bytes']:>10}{r['shared_kb']:>10.1f}"
-              f"{r['shared_limit_kb']:>6}{r['seconds']:>6}{mark}")  # fmt: skip
+    results = []
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        for r in pool.imap(compile_job, jobs):
+            tile = "x".join(str(x) for x in r["tile"] if x)
+            mark = "" if r["passed"] else "  FAILED"
+            print(f"sm_{r['capability']:<4}{r['kernel']:<17}{r['label']:<28}{r['dtype']:<6}{tile:>10}"
+                  f"{r['num_warps']:>6}{r['num_stages']:>7}{r['registers']:>10}{r['spilled_bytes']:>10}"
+                  f"{r['shared_kb']:>10.1f}{r['shared_limit_kb']:>6}{r['seconds']:>6}{mark}", flush=True)  # fmt: skip
+            results.append(r)
     return results
 
 

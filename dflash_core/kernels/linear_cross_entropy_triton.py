@@ -31,7 +31,6 @@ from dflash_core.kernels.linear_cross_entropy import VocabularyLoss
 
 TILE_V = 2048
 NUM_WARPS = 8
-_UNSPECIALISED = ["num_words"]
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _merge(top, total):
     return row_top, _log(tl.sum(total * _exp(top - row_top), 0))
 
 
-@triton.jit(do_not_specialize=_UNSPECIALISED)
+@triton.jit
 def row_kernel(
     logits_ptr, target_ptr, labels_ptr, gradient_ptr, loss_ptr, log_prob_ptr, correct_ptr,
     logits_stride, gradient_stride, num_words,
@@ -66,9 +65,11 @@ def row_kernel(
 ):  # fmt: skip
     """One program a row: loss, label log-probability, top-1 hit; then the gradient over the logits, in place.
 
-    SOFT: `target_ptr` holds the soft target's logits t, and the loss is KL = sum_v q (t - x) - lse(t) + lse(x)
-    with q = softmax(t). GRADIENT: `gradient_ptr` is the memory of `logits_ptr` in the hidden dtype. An element
-    of half the size lands at half the offset, on logits that have been read.
+    SOFT: `target_ptr` holds the soft target's logits t, and the loss is
+    KL = sum_v q (t - x) - lse(t) + lse(x) with q = softmax(t).
+    GRADIENT: `gradient_ptr` is the memory of `logits_ptr` in the hidden dtype; an element of half the size
+    lands at half the offset, on logits that have been read.
+    Loads are 16 bytes wide where 16 divides `num_words`.
     """
     row = tl.cast(tl.program_id(0), tl.int64)
     logits_ptr += row * logits_stride

@@ -1,8 +1,8 @@
 """Cases for the Triton kernels against float64: `test_kernels_triton.py` runs them in processes of their own.
 
-On a machine without a GPU they need TRITON_INTERPRET=1, which must be set before a kernel is defined. Sizes are
-small and no multiple of a tile; float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64. The interpreter
-cannot multiply bfloat16 matrices, so for attention float16 stands in for it there.
+On a machine without a GPU they need TRITON_INTERPRET=1, which must be set before a kernel is defined. Sizes
+are small and no multiple of a tile; float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64. The
+interpreter cannot multiply bfloat16 matrices, so for attention float16 stands in for it there.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def case(context_start, anchor, **sizes):
 
 
 ATTENTION_CASES = {
-    # blocks of 15 rows straddle tiles of 32, H is no power of two, one context is empty, two anchors are equal
+    # blocks of 15 rows straddle tiles of 32, H is no power of two, an empty context, equal anchors
     "straddling": case([0, 0, 0, 10, 10, 33], [0, 7, 7, 10, 20, 33], K=5, N=6, G=2, H=20, T=35),
     "one block, no context": case([0], [0], K=4, N=2, G=1, H=16, T=3),
     "one block, no row at all": case([0], [0], K=4, N=2, G=1, H=16, T=0),
@@ -57,7 +57,7 @@ ATTENTION_CASES = {
     "many samples": case(
         [9 * i for i in range(12)], [9 * i + i % 10 for i in range(12)], K=4, N=1, G=1, H=16, T=109
     ),
-    # keys seen by all rows of a tile (unmasked middle), ends, a tile of context rows shared by two samples
+    # an unmasked middle, masked ends, a tile of context rows shared by two samples
     "long": case([0] * 4 + [80] * 2, [3, 50, 68, 79, 81, 100], K=8, N=4, G=2, H=32, T=100),
 }
 
@@ -101,7 +101,7 @@ def test_attention_zero_weight_blocks_and_repeatability():
 
 
 def test_attention_reads_nothing_it_must_not_see():
-    """Changing the anchor's own row, a later one, another sample or another block leaves all other bits alone."""
+    """Changes at the anchor's row or later, in another sample or in another block leave no trace."""
     tensors, rows, dout = attention_inputs(**ATTENTION_CASES["straddling"])
     before = block_attention_triton.block_attention(*tensors, **rows)
     q, k_ctx, v_ctx, k_blk, v_blk = (x.clone() for x in tensors)
