@@ -370,16 +370,20 @@ class TokenStore:
 
     def _open_files(self) -> None:
         """Map both big files of each shard. Plain arrays over the maps: slicing an np.memmap costs 1.6x."""
-        self._offsets: list[NDArray[np.int64]] = []
+        all_offsets: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int32]] = []
         self._masks: list[NDArray[np.uint8]] = []
         for shard in self.shards:
             offsets = np.load(shard / "offsets.npy")
-            self._offsets.append(offsets)
+            all_offsets.append(offsets)
             self._tokens.append(_map(shard / "tokens.bin", np.dtype("<i4"), int(offsets[-1])))
             self._masks.append(_map(shard / "loss_mask.bin", np.dtype(np.uint8), int(offsets[-1])))
-        counts = [len(offsets) - 1 for offsets in self._offsets]
+        counts = [len(offsets) - 1 for offsets in all_offsets]
         self._first_row = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self._starts = np.concatenate(
+            [offsets[:-1] for offsets in all_offsets]
+        )  # of each sample in its shard
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -388,10 +392,8 @@ class TokenStore:
         """Shard of a sample and the bounds of its tokens there."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a store of {len(self)}")
-        shard = int(np.searchsorted(self._first_row, index, side="right")) - 1
-        row = index - int(self._first_row[shard])
-        offsets = self._offsets[shard]
-        return shard, int(offsets[row]), int(offsets[row + 1])
+        start = int(self._starts[index])
+        return int(self._shard_of[index]), start, start + int(self.lengths[index])
 
     def row(self, index: int) -> tuple[str, int]:
         """(shard digest, row number) of a sample: what names it for good."""
@@ -422,18 +424,13 @@ class TokenStore:
             raise IndexError(f"samples {rows.min()} to {rows.max()} of a store of {len(self)}")
         cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(self.lengths[rows], out=cu_seqlens[1:])
-        token_ids = np.empty(cu_seqlens[-1], dtype=np.int32)
-        loss_mask = np.empty(cu_seqlens[-1], dtype=np.uint8)
-        shard_of = np.searchsorted(self._first_row, rows, side="right") - 1
-        for shard in np.unique(shard_of):
-            chosen = np.flatnonzero(shard_of == shard)
-            starts = self._offsets[shard][rows[chosen] - self._first_row[shard]].tolist()
-            begins, ends = cu_seqlens[chosen].tolist(), cu_seqlens[chosen + 1].tolist()
-            tokens, masks = self._tokens[shard], self._masks[shard]
-            for start, begin, end in zip(starts, begins, ends):
-                stop = start + end - begin
-                token_ids[begin:end] = tokens[start:stop]
-                loss_mask[begin:end] = masks[start:stop]
+        if len(rows) == 0:
+            return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8), cu_seqlens
+        starts = self._starts[rows]
+        ends = starts + self.lengths[rows]
+        bounds = list(zip(self._shard_of[rows].tolist(), starts.tolist(), ends.tolist()))
+        token_ids = np.concatenate([self._tokens[shard][start:end] for shard, start, end in bounds])
+        loss_mask = np.concatenate([self._masks[shard][start:end] for shard, start, end in bounds])
         return token_ids, loss_mask, cu_seqlens
 
 

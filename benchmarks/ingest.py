@@ -1,0 +1,162 @@
+"""Ingest beside the bare tokenizer: the same rendered text, the same cores, the same run.
+
+    python benchmarks/ingest.py                              # the standard-library corpus, 20,000 rows
+    python benchmarks/ingest.py --data chats.jsonl           # your own file, all of it
+    python benchmarks/ingest.py --memory-mb 100 1000         # peak memory of a process that ingests so large
+    a file
+
+"bare" is `encode_batch` of the tokenizers library over texts rendered beforehand, 512 at a time, ids left in
+Rust. "ingest" reads the file, checks, renders and masks every row, encodes, and writes the shard. Rounds
+alternate; the share is bare seconds / ingest seconds, median over the rounds. Loading the tokenizer (once a
+file) is shown apart. Prints a table, then one line of JSON with the same figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dflash_core.config import DataConfig
+from dflash_core.data.chat import ChatEncoder, Conversation, Rendered
+from dflash_core.data.containers import read_rows
+from dflash_core.data.formats import RowReader, detect_format
+from dflash_core.data.ingest import ingest_file
+from dflash_core.data.stdlib_corpus import corpus_rows
+from dflash_core.model.materialise import materialise
+
+CONFIG = DataConfig(max_length=1_000_000, max_reject_share=1.0)
+BATCH = 512
+
+
+def load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def write_corpus(path: Path, *, rows: int | None = None, megabytes: int | None = None) -> None:
+    """The standard-library corpus again and again, each round told apart, up to some rows or megabytes."""
+    lines = [json.dumps(row) for row in corpus_rows()]
+    written = 0
+    with path.open("w", encoding="utf-8") as file:
+        for number in itertools.count():
+            if number == rows or (megabytes is not None and written >= megabytes << 20):
+                return
+            line = lines[number % len(lines)].replace("Write the", f"{number // len(lines)}. Write the", 1)
+            written += file.write(line + "\n")
+
+
+def rendered_rows(path: Path, encoder: ChatEncoder) -> list[Rendered]:
+    rows = [row.value for row in read_rows(path)]
+    name = detect_format([row for row in rows[:100] if isinstance(row, dict)], CONFIG, source=str(path))
+    reader = RowReader(name, CONFIG, reads=encoder.template.reads, notes=Counter())
+    conversations = [reader.read(row) for row in rows if isinstance(row, dict)]
+    rendered = [encoder.render(c) for c in conversations if isinstance(c, Conversation)]
+    return [r for r in rendered if isinstance(r, Rendered)]
+
+
+def compare(path: Path, tokenizer: Any, rounds: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    encoder = ChatEncoder(tokenizer, CONFIG, None)
+    setup = time.perf_counter() - started
+    rendered = rendered_rows(path, encoder)
+    bare, whole, tokens = [], [], 0
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(rounds + 1):
+            started = time.perf_counter()
+            for first in range(0, len(rendered), BATCH):
+                encoder.tokenise(rendered[first : first + BATCH])
+            bare.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            tokens = ingest_file(path, CONFIG, tokenizer, Path(directory) / "s", mask_token_id=None)[
+                "num_tokens"
+            ]
+            whole.append(time.perf_counter() - started - setup)
+    bare, whole = bare[1:], whole[1:]  # the first round warms up
+    return {
+        "rows": len(rendered),
+        "tokens": tokens,
+        "setup_seconds": setup,
+        "bare_tokens_per_second": tokens / statistics.median(bare),
+        "ingest_tokens_per_second": tokens / statistics.median(whole),
+        "share": statistics.median(b / w for b, w in zip(bare, whole)),
+        "share_min": min(b / w for b, w in zip(bare, whole)),
+        "share_max": max(b / w for b, w in zip(bare, whole)),
+    }
+
+
+def measure_memory(target: Path, megabytes: int) -> dict[str, Any]:
+    """Peak resident memory and time of a process of its own that ingests one JSONL file."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "corpus.jsonl"
+        write_corpus(path, megabytes=megabytes)
+        command = [sys.executable, __file__, "--child", str(path), "--target", str(target)]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {"file_megabytes": megabytes, **json.loads(out.splitlines()[-1])}
+
+
+def ingest_in_child(path: Path, target: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    manifest = ingest_file(path, CONFIG, tokenizer, path.with_suffix(".shard"), mask_token_id=None)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = time.perf_counter() - started
+    figures = {"rows": manifest["num_rows"], "tokens": manifest["num_tokens"], "seconds": seconds}
+    print(json.dumps({**figures, "peak_mb": peak / 1024, "peak_before_mb": before / 1024}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="a file of conversations instead of the corpus")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--memory-mb", type=int, nargs="*", default=[])
+    parser.add_argument(
+        "--target", type=Path, default=Path("runs/benchmark-target"), help="where the tokenizer is"
+    )
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        ingest_in_child(args.child, args.target)
+        return
+    if not args.target.exists():
+        materialise("smollm2-135m-instruct", args.target)
+    result: dict[str, Any] = {}
+    if args.rows:
+        with tempfile.TemporaryDirectory() as directory:
+            path = args.data or Path(directory) / "corpus.jsonl"
+            if args.data is None:
+                write_corpus(path, rows=args.rows)
+            result = compare(path, load_tokenizer(args.target), args.rounds)
+        print(
+            f"{result['rows']:,} rows, {result['tokens']:,} tokens; set up in {result['setup_seconds']:.2f} s"
+        )
+        print(f"bare tokenizer  {result['bare_tokens_per_second']:>12,.0f} tokens/s")
+        print(
+            f"ingest          {result['ingest_tokens_per_second']:>12,.0f} tokens/s  share {result['share']:.2f} "
+            f"({result['share_min']:.2f} to {result['share_max']:.2f})"
+        )
+    result["memory"] = [measure_memory(args.target, megabytes) for megabytes in args.memory_mb]
+    for row in result["memory"]:
+        print(
+            f"{row['file_megabytes']:>6} MB of JSONL, {row['rows']:,} rows: peak {row['peak_mb']:,.0f} MB "
+            f"({row['peak_before_mb']:,.0f} MB before the first row), {row['seconds']:.0f} s"
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
