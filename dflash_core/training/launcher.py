@@ -172,16 +172,16 @@ def launch(
     failure: Exception | None = None
     try:
         _watch(run_dir, training, child, summary)
-        if not summary.exists():
-            wrong = UserError if any(r["user_error"] for r in read_reports(run_dir)) else TrainingFailed
-            failure = wrong(explain(run_dir, child.returncode if child else None))
     except TrainingFailed as stalled:
         failure = stalled
     finally:
-        # Reached on every way out, also KeyboardInterrupt and the exception that a flow engine makes of
-        # SIGTERM.
+        # Reached on every way out: KeyboardInterrupt, the exception that a flow engine makes of SIGTERM.
         stop(run_dir, child)
-        unsent = forwarder.finish(metrics_grace_seconds if failure is None else 10.0) if forwarder else None
+        grace = metrics_grace_seconds if summary.exists() else 3.0
+        unsent = forwarder.finish(grace) if forwarder else None
+    if failure is None and not summary.exists():  # known after `stop`: ranks may outlive torchrun a moment
+        wrong = UserError if any(r["user_error"] for r in read_reports(run_dir)) else TrainingFailed
+        failure = wrong(explain(run_dir, child.returncode if child else None))
     if unsent:
         print(unsent, flush=True)
     if failure is not None:

@@ -35,7 +35,14 @@ from dflash_core.training.optim import build_optimizer, learning_rate
 from dflash_core.training.parallel import full_weights, place_drafter
 from dflash_core.training.progress import MetricsFile, Reporter
 from dflash_core.training.setup import Run
-from dflash_core.training.supervise import RankRecord, RunFailed, Stopped, StopSignal, read_records
+from dflash_core.training.supervise import (
+    PEER_GRACE_SECONDS,
+    RankRecord,
+    RunFailed,
+    Stopped,
+    StopSignal,
+    read_records,
+)
 from dflash_core.training.topology import assignments_of_step, split_advice, validation_assignments
 from dflash_core.training.transfer import Delivery
 from dflash_core.training.validation import (
@@ -47,7 +54,6 @@ from dflash_core.training.validation import (
 from dflash_core.training.world import World
 
 STOP, OUT_OF_MEMORY = "stop", "out of memory"
-PEER_GRACE_SECONDS = 2.0  # between a peer's end and the signal that torchrun then sends here
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dflash_core.training.capture import Capture, Features, FeatureSpec
 from dflash_core.training.feed import Assignment, Microbatch, Prefetcher
-from dflash_core.training.supervise import RankRecord, StopSignal
+from dflash_core.training.supervise import PEER_GRACE_SECONDS, RankRecord, Stopped, StopSignal
 
 Delivery = tuple[Assignment, Microbatch, Features]
 
@@ -62,11 +62,26 @@ def _take(ahead: tuple[Assignment, Microbatch, Features, torch.cuda.Event], devi
 def serve(
     feed: Prefetcher[Microbatch], capture: Capture, record: RankRecord, stop: StopSignal, max_inflight: int
 ) -> None:
-    """Target rank of `split`: capture and send until the assignments end or the run is stopped."""
+    """Target rank of `split`: capture and send until the assignments end.
+
+    Raises:
+        Stopped: the run was told to stop, here or (seen as a closed connection) at a drafter first.
+    """
+    try:
+        _serve(feed, capture, record, stop, max_inflight)
+    except RuntimeError as error:
+        if not stop.wait(PEER_GRACE_SECONDS):
+            raise
+        raise Stopped from error
+
+
+def _serve(
+    feed: Prefetcher[Microbatch], capture: Capture, record: RankRecord, stop: StopSignal, max_inflight: int
+) -> None:
     inflight: deque[tuple[Features, list[dist.Work]]] = deque()
     for assignment, microbatch in feed:
         if stop.is_set():
-            return
+            raise Stopped
         record.phase("capture", step=max(0, assignment.step), microbatch=assignment.slot)
         features = capture(microbatch)
         record.phase(f"wait for drafter rank {assignment.drafter}")
