@@ -172,7 +172,8 @@ def run(jobs: list[Job], num_processes: int) -> list[dict[str, Any]]:
             mark = "" if r["passed"] else "  FAILED"
             print(f"sm_{r['capability']:<4}{r['kernel']:<17}{r['label']:<28}{r['dtype']:<6}{tile:>10}"
                   f"{r['num_warps']:>6}{r['num_stages']:>7}{r['registers']:>10}{r['spilled_bytes']:>10}"
-                  f"{r['shared_kb']:>10.1f}{r['shared_limit_kb']:>6}{r['seconds']:>6}{mark}", flush=True)  # fmt: skip
+                  f"{r['shared_kb']:>10.1f}{r['shared_limit_kb']:>6}{r['seconds']:>6}{mark}",
+                  flush=True)  # fmt: skip
             results.append(r)
     return results
 
