@@ -208,16 +208,3 @@ def linear_cross_entropy(
             hidden_PD.contiguous(), head_VD.detach(), labels_P.contiguous(), soft_target, want_gradient
         )
     )
-
-
-def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
-    """`linear_cross_entropy.linear_argmax` on CUDA: float32 logits, a chunk at a time."""
-    hidden, head = hidden_PD.detach().contiguous(), head_VD.detach()
-    out = torch.empty(len(hidden), device=hidden.device, dtype=torch.int64)
-    if len(hidden) == 0:
-        return out
-    rows = chunk_rows(len(hidden), soft=False)
-    work = _Workspace(hidden, head, rows)
-    for start in range(0, len(hidden), rows):
-        out[start : start + rows] = work.fill(hidden[start : start + rows], head).argmax(dim=-1)
-    return out

@@ -190,7 +190,6 @@ def test_loss_ties_and_extremes():
     )
     found.loss_P.sum().backward()
     torch.testing.assert_close(hidden.grad[2].item(), 1.0)
-    assert linear_cross_entropy_triton.linear_argmax(hidden, head).tolist() == [17, 17, 17]
 
 
 def test_loss_without_gradient_or_positions():
@@ -206,4 +205,3 @@ def test_loss_without_gradient_or_positions():
     assert [len(x) for x in none] == [0, 0, 0] and none.correct_P.dtype == torch.bool
     none.loss_P.sum().backward()
     assert (hidden.grad == 0).all()
-    assert linear_cross_entropy_triton.linear_argmax(hidden[:0], head).shape == (0,)
