@@ -1,5 +1,4 @@
 """Capture of hidden states: packed, one by one and padded, in one run, beside the bound of the hardware.
-bound.
 
     python -m benchmarks.capture [--target NAME] [--dtype auto] [--samples 16] [--rounds 2]
     python -m benchmarks.capture --clock cpu      # a busy machine: one thread, CPU seconds
