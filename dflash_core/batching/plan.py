@@ -217,7 +217,7 @@ def build_plan(
             f"sample's {longest} tokens (or a lower data.max_length)"
         )
     cut = cut_microbatches(lengths, config, seed=seed, epoch=epoch)
-    sums = _sums(cut.order, cut.offsets, lengths, lengths[:0] if slots is None else slots)
+    sums = _sums(cut.order, cut.offsets, cut.lengths, lengths[:0] if slots is None else slots)
     key = stream_key(seed, epoch, "microbatches")
     n = len(cut.offsets) - 1
     if config.order == "random" or config.strategy == "sorted":
@@ -268,7 +268,7 @@ def _sums(order, offsets, lengths, draft_slots):
     counted = len(draft_slots) > 0
     for microbatch in range(n):
         for i in range(offsets[microbatch], offsets[microbatch + 1]):
-            length = np.int64(lengths[order[i]])
+            length = np.int64(lengths[i])
             out[0, microbatch] += length
             out[1, microbatch] += length * length
             if counted:

@@ -28,11 +28,12 @@ _MAX_PAIRS = 64  # packed: oldest candidates tried for an exact completion; the 
 class Cut:
     """Samples in cut order, and the microbatches over them.
 
-    order: int32[N]; offsets: int64[n + 1]; static_edges: int32[k + 1] where rows are padded to their bucket's
+    order, lengths: int32[N], samples and their lengths; offsets: int64[n + 1]; static_edges: int32[k + 1] where rows are padded to their bucket's
     edge.
     """
 
     order: NDArray[np.int32]
+    lengths: NDArray[np.int32]
     offsets: NDArray[np.int64]
     static_edges: NDArray[np.int32] | None
 
@@ -53,11 +54,12 @@ def cut_microbatches(lengths: NDArray[np.int32], config: BatchingConfig, *, seed
         stream = np.arange(len(lengths), dtype=np.int32)
     else:
         stream = shuffled(len(lengths), stream_key(seed, epoch, "samples"))
+    in_order = gathered(lengths, stream)  # the only random reads of memory: all that follows is sequential
     if config.strategy == "packed":
         mean = int(lengths.sum(dtype=np.int64)) // max(len(lengths), 1)
         reserve = min(config.token_budget // 2, mean * 7 // 5)  # room for about two more samples
-        order = _pack(stream, lengths, config.token_budget, config.pool_size, longest, reserve, _MAX_PAIRS)
-        return Cut(order=order, offsets=_offsets_of_marks(order), static_edges=None)
+        _pack(stream, in_order, config.token_budget, config.pool_size, longest, reserve, _MAX_PAIRS)
+        return Cut(order=stream, lengths=in_order, offsets=_offsets_of_marks(stream), static_edges=None)
     static_edges = None
     if config.strategy == "bucketed":
         edges = bucket_edges(lengths, config)
@@ -69,9 +71,9 @@ def cut_microbatches(lengths: NDArray[np.int32], config: BatchingConfig, *, seed
         group_of_length = np.arange(longest + 1) if config.strategy == "sorted" else np.zeros(longest + 1)
     num_groups = int(group_of_length[-1]) + 1
     widths = np.zeros(num_groups, np.int32) if static_edges is None else static_edges[1 : num_groups + 1]
-    order, starts = _group(stream, lengths, group_of_length.astype(np.int32), num_groups)
-    _mark_padded(order, lengths, starts, widths, config.strategy == "bucketed", config.token_budget)
-    return Cut(order=order, offsets=_offsets_of_marks(order), static_edges=static_edges)
+    order, in_order, starts = _group(stream, in_order, group_of_length.astype(np.int32), num_groups)
+    _mark_padded(order, in_order, starts, widths, config.strategy == "bucketed", config.token_budget)
+    return Cut(order=order, lengths=in_order, offsets=_offsets_of_marks(order), static_edges=static_edges)
 
 
 def _sort_keys(counts: NDArray[np.int64], quantum: int, budget: int) -> NDArray[np.int64]:
@@ -131,22 +133,29 @@ def _offsets_of_marks(order: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 @numba.njit(cache=True)
+def gathered(values, order):
+    """values[order], int32: in so short a loop the processor keeps many reads of memory under way at once."""
+    out = np.empty(len(order), np.int32)
+    for i in range(len(order)):
+        out[i] = values[order[i]]
+    return out
+
+
+@numba.njit(cache=True)
 def _group(stream, lengths, group_of_length, num_groups):
-    """Stable counting sort of `stream` by group: (samples by group, int64[num_groups + 1] where each
-    starts).
-    """
+    """Stable counting sort by group: (samples, their lengths, int64[num_groups + 1] where each group starts)."""
     starts = np.zeros(num_groups + 1, np.int64)
     for i in range(len(lengths)):
         starts[group_of_length[lengths[i]] + 1] += 1
     for group in range(num_groups):
         starts[group + 1] += starts[group]
     cursor = starts.copy()
-    out = np.empty(len(stream), np.int32)
+    out, out_lengths = np.empty(len(stream), np.int32), np.empty(len(stream), np.int32)
     for i in range(len(stream)):
-        group = group_of_length[lengths[stream[i]]]
-        out[cursor[group]] = stream[i]
+        group = group_of_length[lengths[i]]
+        out[cursor[group]], out_lengths[cursor[group]] = stream[i], lengths[i]
         cursor[group] += 1
-    return out, starts
+    return out, out_lengths, starts
 
 
 @numba.njit(cache=True)
@@ -158,7 +167,7 @@ def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
     rows, width = 0, 0
     for group in range(len(group_starts) - 1):
         for i in range(group_starts[group], group_starts[group + 1]):
-            length = max(lengths[order[i]], static_width[group])
+            length = max(lengths[i], static_width[group])
             new_width = max(width, length)
             must_close = separate and i == group_starts[group]
             if rows > 0 and (must_close or (rows + 1) * new_width > budget):
@@ -171,17 +180,16 @@ def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
 
 @numba.njit(cache=True)
 def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
-    """Packs in the order of `stream`, ends marked: a random prefix, then an exact completion from the next
-    samples.
+    """Turn `stream` and its `lengths`, in place, into packs with marked ends: random prefix, exact completion.
 
-    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay
-    free; then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever
-    still fits. Both come in the order of the stream, so a pack is close to an i.i.d. draw; sorting
-    (best-fit-decreasing) would put equal lengths together.
+    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay free;
+    then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever still fits. All
+    come in the order of the stream, so a pack is close to an i.i.d. draw; sorting (best-fit-decreasing) would put
+    equal lengths together.
 
-    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for
-    each length. The oldest sample leaves its stack from below: only the count falls. Updates are free of
-    branches, which would be taken at random.
+    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for each
+    length. The oldest sample leaves its stack from below: only the count falls. A place of `stream` is written
+    only after the pool has read it.
     """
     n = len(stream)
     capacity = 1
@@ -189,18 +197,19 @@ def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
         capacity *= 2
     mask = capacity - 1
     ring = np.zeros(capacity, np.int32)  # length of the sample at stream position p, at p & mask; 0 = taken
+    samples = np.zeros(capacity, np.int32)
     below = np.zeros(capacity, np.int32)  # position of the next sample down its stack
     top = np.zeros(longest + 1, np.int32)  # position of the newest sample of each length
     count = np.zeros(longest + 1, np.int32)
     words = np.zeros(longest // 64 + 1, np.uint64)
     summary = np.zeros(longest // 4096 + 1, np.uint64)
-    out = np.empty(n, np.int32)
     placed, head, tail, free, completing = 0, 0, 0, budget, False
     while placed < n:
         while head < tail and ring[head & mask] == 0:
             head += 1
         while tail < n and tail - placed < pool_size and tail - head < capacity:  # fill the pool
-            length = lengths[stream[tail]]
+            length = lengths[tail]
+            samples[tail & mask] = stream[tail]
             ring[tail & mask], below[tail & mask], top[length] = length, top[length], tail
             count[length] += 1
             words[length >> 6] |= _bit(length)
@@ -210,7 +219,7 @@ def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
         if not completing and (free - oldest >= reserve or free == budget):
             ring[head & mask] = 0
             _remove(oldest, count, words, summary)
-            out[placed] = stream[head]
+            stream[placed], lengths[placed] = samples[head & mask], oldest
             placed, head, free = placed + 1, head + 1, free - oldest
             continue
         chosen, partner = 0, 0
@@ -231,19 +240,18 @@ def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
                     best, chosen, partner = length + other, length, other
         completing = chosen > 0
         if not completing:  # nothing fits: close the pack
-            out[placed - 1] = ~out[placed - 1]
+            stream[placed - 1] = ~stream[placed - 1]
             free = budget
         while chosen > 0:
             position = top[chosen]
             top[chosen] = below[position & mask]
             ring[position & mask] = 0
             _remove(chosen, count, words, summary)
-            out[placed] = stream[position]
+            stream[placed], lengths[placed] = samples[position & mask], chosen
             placed, free = placed + 1, free - chosen
             chosen, partner = partner, 0
     if n > 0:
-        out[n - 1] = ~out[n - 1]
-    return out
+        stream[n - 1] = ~stream[n - 1]
 
 
 @numba.njit(cache=True)
