@@ -146,9 +146,12 @@ def weights(run_dir: Path) -> dict[str, np.ndarray]:
     return load_file(run_dir / "drafter" / "model.safetensors")
 
 
-def with_training(config: RunConfig, **changes: Any) -> RunConfig:
-    """The configuration with other settings in its `training` section."""
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
+def with_training(run_dir: Path, config: RunConfig, **changes: Any) -> RunConfig:
+    """The configuration with other settings in its `training` section, written to run.json as well."""
+    changed = dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
+    description = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(description | {"config": to_dict(changed)}))
+    return changed
 
 
 def when_step(

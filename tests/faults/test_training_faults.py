@@ -125,7 +125,9 @@ def test_a_rank_that_hangs_is_found_and_named(
 ) -> None:
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"hang-{rank}")
     told = run_dir / "told"
-    impatient = with_training(config, stall_seconds=12.0, on_failure=f'echo "$DFLASH_MESSAGE" > {told}')
+    impatient = with_training(
+        run_dir, config, stall_seconds=12.0, on_failure=f'echo "$DFLASH_MESSAGE" > {told}'
+    )
     thread = when_step(run_dir, 5, lambda: signal_rank(run_dir, rank, signal.SIGSTOP))
     started = time.monotonic()
     with pytest.raises(TrainingFailed, match="stall: no rank has moved") as stall:

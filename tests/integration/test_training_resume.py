@@ -86,7 +86,7 @@ def test_two_interruptions_and_a_truncated_checkpoint(
 def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
     """Every checkpoint of one run is a place to go on from; here the ends of the first epoch."""
     run_dir, config = write_run(root, tiny_target_dir, name="epoch-end")
-    every_step = with_training(config, checkpoint_every_steps=1, keep_last=1000)
+    every_step = with_training(run_dir, config, checkpoint_every_steps=1, keep_last=1000)
     run_ranks(run_dir, every_step)
     assert_equal_runs(run_dir, undisturbed)
     boundary = load_plan(run_dir / "epoch-000.parquet").num_steps
@@ -94,14 +94,14 @@ def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny
         if int(checkpoint.name[5:]) > boundary:
             shutil.rmtree(checkpoint)
     assert newest(run_dir) == boundary
-    run_ranks(run_dir, config)
+    run_ranks(run_dir, every_step)
     assert_equal_runs(run_dir, undisturbed)
 
 
 def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
     run_dir, config = write_run(root, tiny_target_dir, name="other-ranks")
     stop_at(run_dir, config, 3)
-    run_ranks(run_dir, with_training(config, topology="split", num_drafter_ranks=2))
+    run_ranks(run_dir, with_training(run_dir, config, topology="split", num_drafter_ranks=2))
     expected, found = read_metrics(undisturbed), read_metrics(run_dir)
     assert list(found) == list(expected)
     for step, line in expected.items():
