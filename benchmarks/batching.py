@@ -21,9 +21,6 @@ balance = largest / mean predicted seconds of 8 ranks in a step of 64. Prints a 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
 import json
 import os
 import resource
@@ -31,22 +28,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from dflash_core.batching import BatchingConfig, BatchPlan, build_plan, edge_curve
+from dflash_core.batching import BatchingConfig, build_plan, edge_curve
 from dflash_core.batching.advice import check_speeds
 from dflash_core.batching.buckets import length_counts
-from dflash_core.batching.metrics import rank_balance, repeated_pair_share
 from dflash_core.config import from_dict
 
-BUDGET = 49_152
-WINDOW = 64  # microbatches of a step
-RANKS = 8
+sys.path.insert(0, str(Path(__file__).parent))
+from batching_peers import BUDGET, WINDOW, draft_slots_of, measure, measure_peers  # noqa: E402
+
 SEED_PROJECT_EDGES = (0, 770, 1216, 1728, 2432, 3296, 8192)
 SEED_PROJECT_SPEEDS = {"sorted": 31_000.0, "random": 11_900.0, "bucketed": 25_100.0}  # tokens/s
 OURS: dict[str, dict[str, Any]] = {
@@ -79,11 +73,6 @@ def synthetic_lengths(n: int, seed: int = 20261129) -> np.ndarray:
     return out[:n]
 
 
-def draft_slots_of(lengths: np.ndarray) -> np.ndarray:
-    """60% of tokens supervised, 512 anchors a sample, blocks of 16."""
-    return (np.minimum(512, (lengths * 0.6).astype(np.int32)) * 16).astype(np.int32)
-
-
 def measure_ours(lengths: np.ndarray, settings: dict[str, Any], num_seeds: int) -> dict[str, float]:
     """Means over seeds; seconds: the fastest epoch."""
     slots = draft_slots_of(lengths)
@@ -103,184 +92,6 @@ def measure_ours(lengths: np.ndarray, settings: dict[str, Any], num_seeds: int) 
     out = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
     out |= {name: min(row[name] for row in rows) for name in ("seconds", "cpu_seconds")}
     return out | {"most_microbatches": max(row["microbatches"] for row in rows)}
-
-
-def measure(plan: BatchPlan, before: BatchPlan | None) -> dict[str, float]:
-    report, balance = plan.report(), rank_balance(plan, RANKS)
-    over = int((plan.work.slots > BUDGET).sum())
-    return {
-        "microbatches": float(report["num_microbatches"]),
-        "efficiency": report["padding_efficiency"],
-        "fill": report["fill"],
-        "over": float(over),
-        "mix_microbatch": report["mixing_microbatch"],
-        "mix_step": report["mixing_step"],
-        "again": float("nan") if before is None else repeated_pair_share(before, plan),
-        "balance": balance["seconds"],
-        "balance_lockstep": balance["lockstep"],
-        "balance_target": balance["target_slots"],
-        "balance_attention": balance["attention"],
-        "balance_draft": balance["draft_slots"],
-        "shapes": float(report["num_shapes"]),
-    }
-
-
-def plan_of(batches: Iterable[Iterable[int]], lengths: np.ndarray, *, packed: bool) -> BatchPlan:
-    """A peer's batches, in its order, as a plan with steps of 64, so that one code measures all."""
-    lists = [np.fromiter(batch, np.int32) for batch in batches]
-    order = np.concatenate(lists)
-    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
-    slots = draft_slots_of(lengths)[order].astype(np.int64)
-    mine = lengths[order].astype(np.int64)
-    longest = np.maximum.reduceat(mine, offsets[:-1])
-    last = len(lists)
-    return BatchPlan(
-        order=order,
-        offsets=offsets,
-        step_offsets=np.append(np.arange(0, last, WINDOW), last).astype(np.int64),
-        widths=(np.zeros(last) if packed else longest).astype(np.int32),
-        tokens=np.add.reduceat(mine, offsets[:-1]),
-        squared_lengths=np.add.reduceat(mine * mine, offsets[:-1]),
-        draft_slots=np.add.reduceat(slots, offsets[:-1]),
-        draft_pairs=np.add.reduceat(slots * mine, offsets[:-1]),
-        config=BatchingConfig(strategy="packed" if packed else "random", token_budget=BUDGET),
-        seed=0,
-        epoch=0,
-    )
-
-
-def run_group_by_length(lengths: np.ndarray, epoch: int, rows: int) -> list[np.ndarray]:
-    import torch
-    from transformers.trainer_pt_utils import get_length_grouped_indices
-
-    generator = torch.Generator().manual_seed(epoch)
-    indices = np.array(get_length_grouped_indices(lengths.tolist(), rows, generator=generator))
-    return np.split(indices, np.arange(rows, len(indices), rows))
-
-
-def run_lhotse(lengths: np.ndarray, epoch: int, num_buckets: int) -> list[np.ndarray]:
-    from lhotse import CutSet, MonoCut
-    from lhotse.dataset.sampling import DynamicBucketingSampler
-
-    cuts = CutSet.from_cuts(
-        MonoCut(id=str(i), start=0.0, duration=float(length), channel=0, custom={"row": i})
-        for i, length in enumerate(lengths)
-    )
-    sampler = DynamicBucketingSampler(
-        cuts, max_duration=float(BUDGET), num_buckets=num_buckets, shuffle=True, seed=0, drop_last=False
-    )
-    sampler.set_epoch(epoch)
-    return [np.array([int(cut.id) for cut in batch]) for batch in sampler]
-
-
-def run_trl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
-    """The packs' samples are read back from `seq_lengths`: any unused sample of that length stands for it."""
-    import pyarrow as pa
-    from datasets import Dataset, disable_progress_bars
-    from trl import pack_dataset
-
-    disable_progress_bars()
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    tokens = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.zeros(offsets[-1], np.int8)))
-    packed = pack_dataset(Dataset(pa.table({"input_ids": tokens})), BUDGET)
-    rows = packed.with_format("arrow")[:]["seq_lengths"].to_pylist()
-    by_length = np.argsort(lengths, kind="stable")
-    next_of = {int(v): int(s) for v, s in zip(*np.unique(lengths[by_length], return_index=True))}
-    out = []
-    for row in rows:
-        picked = []
-        for length in row:
-            picked.append(by_length[next_of[length]])
-            next_of[length] += 1
-        out.append(np.array(picked))
-    return out
-
-
-def run_axolotl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
-    import torch
-
-    sampler_class = axolotl_multipack()
-    generator = torch.Generator().manual_seed(epoch)
-    sampler = sampler_class(
-        torch.utils.data.RandomSampler(range(len(lengths)), generator=generator),
-        batch_size=1,
-        batch_max_len=BUDGET,
-        lengths=lengths,
-        bin_size=10_000,
-        drop_last=False,
-        num_processes=2,
-    )
-    return [np.array(packs[0]) for packs in sampler.generate_batches(set_stats=False)]
-
-
-def axolotl_multipack() -> type:
-    """`MultipackBatchSampler` of the installed axolotl; without axolotl's dependencies, of its source file
-    alone.
-    """
-    try:
-        return importlib.import_module("axolotl.utils.samplers.multipack").MultipackBatchSampler
-    except ImportError:
-        found = importlib.util.find_spec("axolotl")
-        if found is None or not found.submodule_search_locations:
-            raise
-        path = Path(found.submodule_search_locations[0]) / "utils" / "samplers" / "multipack.py"
-        for name, attribute in (("distributed", "reduce_and_broadcast"), ("logging", "get_logger")):
-            stand_in = types.ModuleType(f"axolotl.utils.{name}")
-            setattr(stand_in, attribute, __import__("logging").getLogger)
-            sys.modules[f"axolotl.utils.{name}"] = stand_in
-        spec = importlib.util.spec_from_file_location("axolotl_multipack", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["axolotl_multipack"] = module
-        spec.loader.exec_module(module)
-        return module.MultipackBatchSampler
-
-
-PEERS: dict[str, tuple[str, bool, bool, Callable[[np.ndarray, int], list[np.ndarray]]]] = {
-    # name: (distribution, packed, gets fewer samples, epoch of batches)
-    "transformers group_by_length, 6 rows": (
-        "transformers",
-        False,
-        False,
-        lambda x, e: run_group_by_length(x, e, 6),
-    ),
-    "transformers group_by_length, 30 rows": (
-        "transformers",
-        False,
-        False,
-        lambda x, e: run_group_by_length(x, e, 30),
-    ),
-    "lhotse DynamicBucketing, 30": ("lhotse", False, True, lambda x, e: run_lhotse(x, e, 30)),
-    "TRL pack_dataset bfd": ("trl", True, True, run_trl),
-    "axolotl multipack": ("axolotl", True, False, run_axolotl),
-}
-
-
-def measure_peers(
-    lengths: np.ndarray, slow_samples: int, wanted: Callable[[str], bool]
-) -> dict[str, dict[str, Any]]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    out: dict[str, dict[str, Any]] = {}
-    for name, (distribution, packed, slow, run) in PEERS.items():
-        if not wanted(name):
-            continue
-        try:
-            label = f"{name} ({version(distribution)})"
-        except PackageNotFoundError:
-            print(f"{name}: not installed, left out", file=sys.stderr)
-            continue
-        mine = lengths[: min(len(lengths), slow_samples)] if slow else lengths
-        with contextlib.redirect_stdout(sys.stderr):
-            run(mine[:2000], 0)  # imports, compilation
-            start = time.perf_counter()
-            batches = run(mine, 1)
-            seconds = (time.perf_counter() - start) * len(lengths) / len(mine)
-            before = None if "TRL" in name else plan_of(run(mine, 0), mine, packed=packed)
-        row = measure(plan_of(batches, mine, packed=packed), before) | {"seconds": seconds}
-        row["microbatches"] *= len(lengths) / len(mine)
-        out[label] = row | {"samples": len(mine)}
-    return out
 
 
 def measure_large(sizes: list[int]) -> list[dict[str, float]]:

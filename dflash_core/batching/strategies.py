@@ -28,8 +28,8 @@ _MAX_PAIRS = 64  # packed: oldest candidates tried for an exact completion; the 
 class Cut:
     """Samples in cut order, and the microbatches over them.
 
-    order, lengths: int32[N], samples and their lengths; offsets: int64[n + 1]; static_edges: int32[k + 1] where rows are padded to their bucket's
-    edge.
+    order, lengths: int32[N], samples and their lengths; offsets: int64[n + 1]; static_edges: int32[k + 1]
+    where rows are padded to their bucket's edge.
     """
 
     order: NDArray[np.int32]
@@ -143,7 +143,9 @@ def gathered(values, order):
 
 @numba.njit(cache=True)
 def _group(stream, lengths, group_of_length, num_groups):
-    """Stable counting sort by group: (samples, their lengths, int64[num_groups + 1] where each group starts)."""
+    """Stable counting sort by group: (samples, their lengths, int64[num_groups + 1] where each group
+    starts).
+    """
     starts = np.zeros(num_groups + 1, np.int64)
     for i in range(len(lengths)):
         starts[group_of_length[lengths[i]] + 1] += 1
@@ -180,16 +182,17 @@ def _mark_padded(order, lengths, group_starts, static_width, separate, budget):
 
 @numba.njit(cache=True)
 def _pack(stream, lengths, budget, pool_size, longest, reserve, max_pairs):
-    """Turn `stream` and its `lengths`, in place, into packs with marked ends: random prefix, exact completion.
+    """Turn `stream` and its `lengths`, in place, into packs with marked ends: random prefix, exact
+    completion.
 
-    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay free;
-    then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever still fits. All
-    come in the order of the stream, so a pack is close to an i.i.d. draw; sorting (best-fit-decreasing) would put
-    equal lengths together.
+    The pool holds the next `pool_size` samples. A pack takes the oldest while at least `reserve` slots stay
+    free; then the oldest that, with a partner from the pool, fills it exactly (else best); then whatever
+    still fits. All come in the order of the stream, so a pack is close to an i.i.d. draw; sorting
+    (best-fit-decreasing) would put equal lengths together.
 
-    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for each
-    length. The oldest sample leaves its stack from below: only the count falls. A place of `stream` is written
-    only after the pool has read it.
+    The pool's lengths are a bit set (one bit a length, a bit of summary a word) and a stack of samples for
+    each length. The oldest sample leaves its stack from below: only the count falls. A place of `stream` is
+    written only after the pool has read it.
     """
     n = len(stream)
     capacity = 1
