@@ -91,7 +91,7 @@ def start_on_two_machines(run_dir: Path, config: Any) -> None:
             for node in range(2)
         ]
     try:
-        assert [agent.wait(120) for agent in agents] == [0, 0]
+        assert [agent.wait(400) for agent in agents] == [0, 0]
     finally:
         for agent in agents:
             agent.kill()
