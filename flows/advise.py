@@ -42,9 +42,9 @@ def advise(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     rows = [
         (
             f.strategy,
-            f"{f.tokens_per_second:,.0f} real tokens/s, {timedelta(hours=f.hours)}".split(".")[0]
-            + f" for {config.training.epochs} epochs, padding efficiency "
-            f"{f.metrics['padding_efficiency']:.4f}, mixing {f.metrics['mixing_step']:.2f}, {f.metrics['num_shapes']:.0f} shapes",
+            f"{f.tokens_per_second:,.0f} real tokens/s, {timedelta(seconds=round(3600 * f.hours))} for "
+            f"{config.training.epochs} epochs, padding efficiency {f.metrics['padding_efficiency']:.4f}, "
+            f"mixing {f.metrics['mixing_step']:.2f}, {f.metrics['num_shapes']:.0f} shapes",
         )
         for f in forecasts
     ]

@@ -23,6 +23,7 @@ from typing import Any
 from dflash_core.config import UserError, to_dict
 from flows import deployments
 from flows.embedded import EmbeddedServer
+from tasks.files import check_files
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 EXIT_SECONDS = 10.0  # from the end of the flow to the end of the process
@@ -239,6 +240,7 @@ def main(flow_name: str, argv: list[str] | None = None) -> int:
         if arguments.show:
             print(json.dumps(parameters, indent=2))
             return 0
+        check_files(config)
         _exit_code = _run(flow_name, parameters)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from dflash_core.config import RunConfig
 from flows import deployments
 from flows.deployments import FlowOptions
+from tasks.files import check_files
 from tasks.tracking import close_runs_of_flow
 
 
@@ -86,6 +87,7 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
             if deployment and not given.get("deployment"):
                 given["deployment"] = deployment
             config, options = deployments.resolve(name, named, given)
+            check_files(config)
             return function(config, options)
 
         signature = _signature(info.options)

@@ -203,8 +203,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         "## Does composition make the loss swing?",
         report.markdown_table(*table(found, STATISTICS)),
         "Within each epoch the step loss is regressed on a cubic trend, then on it, the step's mean "
-        "length and its source shares. R2 is the share of the swings around the trend that length and sources "
-        "explain; the lag-1 autocorrelation of the rest shows clusters of similar steps.",
+        "length and its source shares. R2 is the share of the swings around the trend that length and "
+        "sources explain; the lag-1 autocorrelation of the rest shows clusters of similar steps.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -21,15 +21,13 @@ def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDige
     samples.
 
     Raises:
-        UserError: a file that does not exist, or two of one name.
+        UserError: two files of one name.
     """
     if not config.prompts:
         return [{"name": VALIDATION_SET, "digest": dataset_digest}]
     found = []
     for name in config.prompts:
         path = Path(name).expanduser()
-        if not path.is_file():
-            raise UserError(f"evaluation.prompts: {name!r} does not exist; allowed: JSONL files of prompts")
         found.append({"name": path.name.split(".")[0], "digest": digests.of(path)})
     names = [prompt_set["name"] for prompt_set in found]
     if len(set(names)) != len(names):

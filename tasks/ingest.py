@@ -5,16 +5,14 @@ data set.
 from __future__ import annotations
 
 import functools
-import glob
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, RunConfig, UserError, decisive
+from dflash_core.config import DataConfig, RunConfig, decisive
+from tasks.files import find_files
 from tasks.stages import RETRY_IO, FileDigests, stage
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 LIBRARY = "stdlib"  # the source that stands for no file at all
 
 
@@ -28,29 +26,6 @@ class Source:
     @property
     def name(self) -> str:
         return Path(self.path).name
-
-
-def find_files(patterns: Iterable[str]) -> list[Path]:
-    """Files behind names, directories (searched for data files) and globs; sorted, each once.
-
-    Raises:
-        UserError: a name that matches nothing, or a directory without data files.
-    """
-    found: set[Path] = set()
-    for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            here = {p for p in path.rglob("*") if p.is_file() and p.name.endswith(DATA_SUFFIXES)}
-            allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
-        elif path.is_file():
-            here, allowed = {path}, ""
-        else:
-            here = {Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
-            allowed = "a file, a directory or a glob that matches files"
-        if not here:
-            raise UserError(f"data.files: {pattern!r} has no file; allowed: {allowed}")
-        found |= {p.resolve() for p in here}
-    return sorted(found)
 
 
 def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
@@ -72,10 +47,7 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     ):  # these decide the set of shards, and its split
         del rules[name]
     if config.data.chat_template is not None:
-        template = Path(config.data.chat_template)
-        if not template.is_file():
-            raise UserError(f"data.chat_template: {str(template)!r} does not exist; allowed: a Jinja file")
-        rules["chat_template"] = digests.of(template)
+        rules["chat_template"] = digests.of(Path(config.data.chat_template))
     return {**rules, "mask_token_id": config.drafter.mask_token_id}
 
 

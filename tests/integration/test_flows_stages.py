@@ -195,9 +195,11 @@ def test_mistakes_in_the_data_leave_nothing(
             rebucket(**merge(place, changes))
 
     (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.jsonl").write_text('{"messages": []}\nnot json\n')
+    (tmp_path / "bad.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "no answer"}]}\nnot json\n'
+    )
     (tmp_path / "empty.jsonl").write_text("")
-    mistake("data.files: .*missing.jsonl", data={"files": [str(tmp_path / "missing.jsonl")]})
+    mistake("data.files: .*missing.jsonl. has no file", data={"files": [str(tmp_path / "missing.jsonl")]})
     mistake("data.files: .*empty", data={"files": [str(tmp_path / "empty")]})
     mistake("no usable row", data={"files": [str(tmp_path / "bad.jsonl")]})
     mistake("empty.jsonl", data={"files": [str(tmp_path / "empty.jsonl")]})

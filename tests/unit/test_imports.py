@@ -58,8 +58,14 @@ def test_lengths_and_data_need_no_torch(part: str) -> None:
 
 def test_the_command_line_parses_without_prefect() -> None:
     """`--help` and a user's mistake are answered before anything slow is imported."""
-    for name in ("cli.py", "deployments.py", "__init__.py"):
-        assert packages_of(ROOT / "flows" / name) & (HEAVY | {"torch", "transformers"}) == set()
+    for name in (
+        "flows/cli.py",
+        "flows/deployments.py",
+        "flows/__init__.py",
+        "tasks/files.py",
+        "tasks/__init__.py",
+    ):
+        assert packages_of(ROOT / name) & (HEAVY | {"torch", "transformers"}) == set()
 
 
 def module_file(name: str) -> Path | None:

@@ -1,0 +1,211 @@
+"""The command as a user runs it: fresh processes, real training and decoding on the tiny target."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.flow_inputs import BASE, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Place:
+    """A working directory with data and the settings of a small run."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target = path, target
+        write_rows(path / "a.jsonl", 60, seed=0)
+
+    def arguments(self, flow: str, **sections: Any) -> list[str]:
+        settings = {
+            **BASE,
+            "target": {"name": str(self.target)},
+            "data": {"files": ["a.jsonl"], "min_validation_samples": 4, "limit": None},
+            "tracking": {"system_metrics": False},
+        }
+        given = [f"{name}={json.dumps(value)}" for name, value in [*settings.items(), *sections.items()]]
+        return [
+            sys.executable,
+            "-m",
+            f"flows.{flow}",
+            "quickstart",
+            *(a for g in given for a in ("--param", g)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
+        return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(self, flow: str = "train_dflash", **sections: Any) -> subprocess.CompletedProcess:
+        command = self.arguments(flow, **sections)
+        return subprocess.run(
+            command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=400
+        )
+
+    def latest(self) -> Path:
+        return self.path / "runs" / "quickstart" / "latest"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Place:
+    return Place(tmp_path_factory.mktemp("command"), tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Place) -> Place:
+    """The place after one complete run."""
+    done = place.run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "acceptance length" in done.stdout and "Traceback" not in done.stderr + done.stdout
+    return place
+
+
+REPORTED = {
+    "dataset": ["num_samples", "num_tokens", "num_rejected", "max_length", "median_length"],
+    "train": ["steps", "samples", "tokens", "tokens_per_second", "loss_first", "loss_last"],
+    "validation": ["loss_first", "loss_last"],
+    "evaluation": [
+        "acceptance_length",
+        "acceptance_interval",
+        "prompts",
+        "lossless",
+        "baseline_tokens_per_second",
+        "speculative_tokens_per_second",
+    ],
+}
+
+
+def test_report_says_what_was_done(trained: Place) -> None:
+    report = json.loads((trained.latest() / "report.json").read_text())
+    assert report["deployment"] == "quickstart" and report["strategy"] == "packed"
+    for section, names in REPORTED.items():
+        assert [n for n in names if report[section].get(n) is None] == [], section
+    assert set(report["plans"]) == {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
+    for figures in report["plans"].values():
+        assert {
+            "padding_efficiency",
+            "num_microbatches",
+            "mixing_microbatch",
+            "mixing_step",
+        } <= figures.keys()
+        assert 0 <= figures["repeated_pair_share"] <= 1
+    assert report["plans"]["sorted"]["repeated_pair_share"] == 1.0  # its composition never changes
+    assert report["edges"][0] == 0 and report["edges"][-1] >= report["dataset"]["max_length"]
+    assert report["train"]["loss_last"] < report["train"]["loss_first"]
+    assert report["evaluation"]["lossless"] is True
+    run = trained.latest().resolve()
+    assert os.readlink(trained.latest()) == run.name and report["run_key"].startswith(run.name)
+    for name in ("report.md", "metrics.jsonl", "run.json", "drafter/model.safetensors", "plots/loss.png"):
+        assert (run / name).is_file(), name
+    assert [p for p in trained.path.rglob(".*") if "partial" in p.name or p.name.startswith(".removed")] == []
+
+
+def test_mlflow_has_one_finished_run_with_one_point_a_step(trained: Place) -> None:
+    import mlflow
+
+    report = json.loads((trained.latest() / "report.json").read_text())
+    client = mlflow.MlflowClient(f"sqlite:///{trained.path}/runs/mlflow.db")
+    run = client.get_run(report["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["strategy"] == "packed" and run.data.tags["stage"] == "train"
+    assert (
+        run.data.tags["data_digest"] and run.data.tags["git_commit"] and run.data.tags["prefect.flow_run_id"]
+    )
+    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
+    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
+    assert run.data.metrics["final/acceptance_length"] == pytest.approx(
+        report["evaluation"]["acceptance_length"]
+    )
+    names = {a.path for a in client.list_artifacts(report["mlflow_run_id"])}
+    assert {"report.md", "report.json", "plots", "drafter"} <= names
+    version = client.get_model_version_by_alias("dflash-quickstart", "current")
+    assert version.run_id == report["mlflow_run_id"]
+    assert not list((trained.path / "runs" / "open-runs").glob("*.json"))
+
+
+def test_second_run_skips_everything_and_says_so(trained: Place) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (trained.path / "runs" / "store").rglob("*") if p.is_file()}
+    done = trained.run()
+    assert done.returncode == 0
+    assert "is finished and up to date, skipped" in done.stderr
+    assert (
+        done.stderr.count("Finished in state Cached") == 15
+    )  # target, file, profile, edges, ten plans, evaluate
+    assert "validation at step 0" not in done.stdout
+    after = {p: p.stat().st_mtime_ns for p in (trained.path / "runs" / "store").rglob("*") if p.is_file()}
+    assert after == before
+
+
+def test_missing_file_is_told_before_anything_is_written(tmp_path: Path, tiny_target_dir: Path) -> None:
+    place = Place(tmp_path, tiny_target_dir)
+    done = place.run(data={"files": ["missing.jsonl"]})
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        done.stderr.startswith("error: data.files: 'missing.jsonl' has no file")
+        and done.stderr.count("\n") == 1
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+@pytest.mark.long
+def test_mistake_inside_the_flow_is_one_message(tmp_path: Path, tiny_target_dir: Path) -> None:
+    place = Place(tmp_path, tiny_target_dir)
+    done = place.run(drafter={**BASE["drafter"], "target_layer_ids": [1, 9]})
+    assert done.returncode == 2
+    [message] = [line for line in done.stderr.splitlines() if "INFO" not in line]
+    assert message.startswith("error: drafter.target_layer_ids")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "runs" / "quickstart" / "latest").exists()
+
+
+def processes_of(place: Place) -> list[psutil.Process]:
+    """Processes whose command line names the place."""
+    everything = psutil.process_iter(["cmdline"])
+    return [p for p in everything if any(str(place.path) in part for part in p.info["cmdline"] or [])]
+
+
+@pytest.mark.long
+def test_interrupt_ends_every_process_and_the_next_run_resumes(tmp_path: Path, tiny_target_dir: Path) -> None:
+    place = Place(tmp_path, tiny_target_dir)
+    training = {**BASE["training"], "epochs": 20, "checkpoint_every_steps": 5}
+    command = place.arguments("train_dflash", training=training)
+    child = subprocess.Popen(
+        command,
+        cwd=place.path,
+        env=place.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    give_up = time.monotonic() + 300
+    while (
+        not list(place.path.glob("runs/quickstart/*/checkpoints/step-*[0-9]")) and time.monotonic() < give_up
+    ):
+        time.sleep(0.2)
+    started = psutil.Process(child.pid).children(recursive=True)
+    os.killpg(child.pid, signal.SIGINT)  # what a terminal does
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("stopped; the next run resumes")
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == [] and processes_of(place) == []
+    done = place.run(training=training)
+    assert done.returncode == 0, done.stderr
+    assert "training: resuming" in done.stderr and "resuming from" in done.stdout
+    import mlflow
+
+    report = json.loads((place.latest() / "report.json").read_text())
+    client = mlflow.MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
+    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
+    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
