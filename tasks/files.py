@@ -46,5 +46,6 @@ def check_files(config: RunConfig) -> None:
             raise UserError(f"evaluation.prompts: {name!r} does not exist; allowed: JSONL files of prompts")
     if config.training.init_from is not None and not Path(config.training.init_from).is_dir():
         raise UserError(
-            f"training.init_from: {config.training.init_from!r} does not exist; allowed: an exported drafter or a run"
+            f"training.init_from: {config.training.init_from!r} does not exist; allowed: an exported drafter "
+            "or a run"
         )

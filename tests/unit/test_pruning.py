@@ -1,0 +1,88 @@
+"""Nothing that a run refers to is removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks import pruning
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three runs of one deployment over a target, two shards and a plan each; one more plan nobody uses."""
+    for name in (
+        "target/t",
+        "ingest/a",
+        "ingest/b",
+        "plan/p0",
+        "plan/p1",
+        "plan/p2",
+        "plan/unused",
+        "plan/.left-1-x",
+    ):
+        directory = tmp_path / "store" / name
+        directory.mkdir(parents=True)
+        (directory / "file").write_bytes(b"12345")
+        os.utime(directory, (1, 1))
+    for number in range(3):
+        run = tmp_path / "d" / f"run{number}"
+        run.mkdir(parents=True)
+        paths = {
+            "run": str(run),
+            "target": str(tmp_path / "store/target/t/model"),
+            "shards": [str(tmp_path / "store/ingest" / ("a" if number == 0 else "b") / "shard")],
+            "plans": [str(tmp_path / f"store/plan/p{number}/epoch-000.parquet")],
+        }
+        (run / "run.json").write_text(json.dumps({"paths": paths}))
+        os.utime(run / "run.json", (100 + number, 100 + number))
+    (tmp_path / "d" / "latest").symlink_to("run2")
+    return tmp_path
+
+
+def names(
+    root: Path, keep_runs: int | None = None, protected: set[Path] | None = None, now: float = 1e9
+) -> list[str]:
+    found = pruning.find_removable(root, keep_runs=keep_runs, protected_runs=protected or set(), now=now)
+    return [str(item.path.relative_to(root)) for item in found]
+
+
+def test_only_what_no_run_refers_to(root: Path) -> None:
+    assert names(root) == ["store/plan/.left-1-x", "store/plan/unused"]
+
+
+def test_old_runs_go_with_what_only_they_used(root: Path) -> None:
+    assert names(root, keep_runs=1) == [
+        "d/run0",
+        "d/run1",
+        "store/ingest/a",
+        "store/plan/.left-1-x",
+        "store/plan/p0",
+        "store/plan/p1",
+        "store/plan/unused",
+    ]
+
+
+def test_latest_and_registered_runs_stay(root: Path) -> None:
+    (root / "d" / "latest").unlink()
+    (root / "d" / "latest").symlink_to("run0")
+    assert "d/run0" not in names(root, keep_runs=1)
+    assert "d/run1" not in names(root, keep_runs=1, protected={root / "d" / "run1"})
+
+
+def test_young_outputs_may_belong_to_a_running_flow(root: Path) -> None:
+    now = time.time()
+    os.utime(root / "store/plan/unused", (now, now))
+    assert names(root, now=now + 60) == ["store/plan/.left-1-x"]
+
+
+def test_removal(root: Path) -> None:
+    found = pruning.find_removable(root, keep_runs=None, protected_runs=set(), now=1e9)
+    assert [item.num_bytes for item in found] == [5, 5]
+    pruning.remove(found)
+    assert sorted(p.name for p in (root / "store" / "plan").iterdir()) == ["p0", "p1", "p2"]
+    assert (root / "store/target/t/file").exists()
