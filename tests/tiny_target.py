@@ -19,11 +19,11 @@ TEXT = [
     "if value is None:\n    raise ValueError('the value is missing')\n",
     "class Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y\n",
     "Write the function that returns the sum of all numbers in the list.\n",
-    "A drafter proposes several tokens at once; the target accepts the longest run that it would have written.\n",
+    "A drafter proposes several tokens at once; the target accepts the longest run it would have written.\n",
     "Speculative decoding never changes what comes out, only how many steps it takes to get there.\n",
     "def merge(left: dict, right: dict) -> dict:\n    result = left.copy()\n    result.update(right)\n",
     "while queue:\n    node = queue.pop(0)\n    for child in node.children:\n        queue.append(child)\n",
-    "try:\n    number = int(string)\nexcept (TypeError, KeyError):\n    continue\nelse:\n    total += number\n",
+    "try:\n    number = int(string)\nexcept (TypeError, KeyError):\n    pass\nelse:\n    total += number\n",
     "import os\nwith open(os.path.join(path, 'file.txt')) as file:\n    lines = file.readlines()\n",
 ]
 
