@@ -86,7 +86,7 @@ def set_environment(storage_root: str) -> Path:
         ) from error
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # of Prefect's own; 20 s are too short
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # of Prefect's own; 20 s are too short
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # its own shutdown is logged as an error
         "DO_NOT_TRACK": "true",

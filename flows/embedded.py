@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-STARTUP_SECONDS = 120.0
+STARTUP_SECONDS = 300.0  # idle machines need 10 to 15
 STOP_SECONDS = 5.0
 
 

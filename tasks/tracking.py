@@ -128,6 +128,7 @@ class Tracker:
     _resumed: bool = False
     _dropped: int = 0
     _monitor: Any = None
+    _closed: bool = False
 
     @classmethod
     def start(
@@ -210,7 +211,10 @@ class Tracker:
                 self._dropped += excess
 
     def close(self, status: str) -> None:
-        """Sends the rest and ends the run as FINISHED, FAILED or KILLED."""
+        """Sends the rest and ends the run as FINISHED, FAILED or KILLED; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None

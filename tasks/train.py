@@ -11,7 +11,9 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,7 +88,7 @@ def train(
 
 
 def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
-    from dflash_core.training.launcher import launch
+    from dflash_core.training.launcher import launch, stop
 
     tracker = tracking.Tracker.start(
         config,
@@ -127,6 +129,9 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
         raise
     except BaseException:  # Ctrl-C, a cancellation
         status = "KILLED"
+        with _undisturbed():  # a second signal may have cut the launcher's own stop short
+            stop(run.directory, None)
+            tracker.close(status)
         raise
     finally:
         tracker.close(status)
@@ -171,6 +176,21 @@ class _Progress:
         self._updated = now
         with contextlib.suppress(Exception):  # the UI's troubles are not the training's
             update_progress_artifact(self._artifact, progress=100.0 * step / self.total)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM have no effect inside; what is inside takes a bounded time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
