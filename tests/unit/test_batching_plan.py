@@ -49,7 +49,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(shapes_of_trouble(), configs, st.integers(0, 5))
 def test_every_sample_once_and_never_over_budget(lengths, config, epoch):
     plan = build_plan(lengths, config, seed=1, epoch=epoch)
@@ -67,7 +67,7 @@ def test_every_sample_once_and_never_over_budget(lengths, config, epoch):
             assert width == inside.max()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(shapes_of_trouble(), configs)
 def test_steps_close_at_the_first_microbatch_that_reaches_the_tokens(lengths, config):
     plan = build_plan(lengths, config, seed=1, epoch=0)
@@ -78,7 +78,7 @@ def test_steps_close_at_the_first_microbatch_that_reaches_the_tokens(lengths, co
         assert tokens.sum() >= config.tokens_per_step or step == plan.num_steps - 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(shapes_of_trouble(), configs, st.integers(1, 9))
 def test_ranks_share_a_step_in_equal_counts(lengths, config, world_size):
     plan = build_plan(lengths, config, seed=1, epoch=0, draft_slots=lengths // 2)
@@ -90,7 +90,7 @@ def test_ranks_share_a_step_in_equal_counts(lengths, config, world_size):
         assert all(i >= 0 for ids in dealt for i in ids[:-1])  # idle only in the last place
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(shapes_of_trouble(), configs)
 def test_the_same_plan_twice(lengths, config):
     first = build_plan(lengths, config, seed=4, epoch=2)
