@@ -183,12 +183,15 @@ def check_speeds(
     how well the others fit then.
     """
 
+    units = {  # capture is linear in its constants: sums are enough
+        name: np.array([counted.slots.sum(), counted.pairs.sum(), len(counted.slots)]) / counted.tokens.sum()
+        for name, counted in work.items()
+    }
+
     def ratios(changed: CostModel) -> dict[str, float]:
-        rates = {}
-        for name, counted in work.items():
-            prediction = predict(counted, changed)
-            rates[name] = prediction.num_tokens / prediction.capture_seconds
-        return {name: rate / rates[relative_to] for name, rate in rates.items()}
+        constants = np.array([getattr(changed, term) for term in _CAPTURE_TERMS])
+        seconds = {name: float(unit @ constants) for name, unit in units.items()}
+        return {name: seconds[relative_to] / seconds[name] for name in work}
 
     base = measured_tokens_per_second[relative_to]
     measured = {name: measured_tokens_per_second[name] / base for name in work}
