@@ -88,7 +88,7 @@ def main() -> None:
     }
     print(f"{len(store):,} samples, {args.gigabytes} GB in {args.shards} shards, opened in {opened:.2f} s")
     print(
-        f"{result['microbatches_per_second']:,.0f} microbatches/s ({min(rates):,.0f} to {max(rates):,.0f}) of "
+        f"{statistics.median(rates):,.0f} microbatches/s ({min(rates):,.0f} to {max(rates):,.0f}) of "
         f"{tokens:,.0f} tokens on average"
     )
     print(json.dumps(result))

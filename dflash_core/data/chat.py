@@ -20,6 +20,7 @@ Shape letter: S tokens of one sample.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class ChatEncoder:
         self._specification = backend.to_str()
         self._encoder = self._make_encoder()
         self._plain_encoder: Tokenizer | None = None
+        self._num_bytes = bytes_of_tokens(self._encoder)
         self._control_ids = {
             token.content: token_id
             for token_id, token in self._encoder.get_added_tokens_decoder().items()
@@ -169,9 +171,10 @@ class ChatEncoder:
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Any]:
         """Encodings of the texts without control strings from data, on all cores, without Python's lock."""
-        return self._encoder.encode_batch(
-            [r.text for r in rendered if r.broken is None], add_special_tokens=False
-        )
+        texts = [r.text for r in rendered if r.broken is None]
+        if self._num_bytes is not None:
+            return self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+        return self._encoder.encode_batch(texts, add_special_tokens=False)
 
     def samples(self, rendered: Sequence[Rendered], encodings: Sequence[Any]) -> list[Sample | Rejection]:
         """Samples of the texts, with what `tokenise` returned for them."""
@@ -182,11 +185,15 @@ class ChatEncoder:
         ]
 
     def _sample(self, encoding: Any, rendered: Rendered) -> Sample | Rejection:
-        token_ids: list[int] = encoding.ids
-        loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-        for start, end in rendered.turns:
-            first, stop = token_range(encoding, start, end)
-            loss_mask[first:stop] = 1
+        token_ids = np.array(encoding.ids, dtype=np.int32)
+        loss_mask = None if self._num_bytes is None else mask_by_bytes(token_ids, rendered, self._num_bytes)
+        if loss_mask is None:
+            if self._num_bytes is not None:  # encoded without offsets
+                encoding = self._encoder.encode(rendered.text, add_special_tokens=False)
+            loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
+            for start, end in rendered.turns:
+                first, stop = token_range(encoding, start, end)
+                loss_mask[first:stop] = 1
         return self._checked(token_ids, loss_mask, rendered)
 
     def _broken_sample(self, rendered: Rendered, broken: str) -> Sample | Rejection:
@@ -217,14 +224,16 @@ class ChatEncoder:
             loss_mask.append(inside(*match.span()))
             position = match.end()
         plain(position, len(rendered.text))
-        return self._checked(token_ids, np.array(loss_mask, dtype=np.uint8), rendered)
+        return self._checked(
+            np.array(token_ids, dtype=np.int32), np.array(loss_mask, dtype=np.uint8), rendered
+        )
 
     def _checked(
-        self, token_ids: list[int], loss_mask: NDArray[np.uint8], rendered: Rendered
+        self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], rendered: Rendered
     ) -> Sample | Rejection:
-        if self.mask_token_id is not None and self.mask_token_id in token_ids:
+        if self.mask_token_id is not None and (token_ids == self.mask_token_id).any():
             return Rejection("mask token in data", f"token {self.mask_token_id}")
-        return Sample(np.array(token_ids, dtype=np.int32), loss_mask, rendered.notes)
+        return Sample(token_ids, loss_mask, rendered.notes)
 
 
 def load_template(tokenizer: Any, config: DataConfig) -> str:
@@ -241,6 +250,48 @@ def load_template(tokenizer: Any, config: DataConfig) -> str:
         return Path(config.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: {config.chat_template!r} cannot be read: {error}") from error
+
+
+def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:
+    """UTF-8 bytes that each token stands for, by id; None where tokens are no runs of bytes of the text.
+
+    Known for byte-level tokenizers without normaliser, whose tokens are written with one character a byte.
+    Their offsets follow from the ids, and encoding without offsets takes about 15% less time.
+    """
+    specification = json.loads(encoder.to_str())
+    splitter = specification["pre_tokenizer"] or {}
+    parts = splitter.get("pretokenizers", [splitter])
+    levels = [part for part in parts if part.get("type") == "ByteLevel"]
+    plain = specification["normalizer"] is None and specification["model"].get("type") == "BPE"
+    if not plain or len(levels) != 1 or levels[0].get("add_prefix_space"):
+        return None
+    vocabulary = encoder.get_vocab(with_added_tokens=True)
+    num_bytes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int32)
+    for text, token_id in vocabulary.items():
+        num_bytes[token_id] = len(text)
+    for token_id, token in encoder.get_added_tokens_decoder().items():
+        num_bytes[token_id] = len(token.content.encode())
+    return num_bytes
+
+
+def mask_by_bytes(
+    token_ids: NDArray[np.int32], rendered: Rendered, num_bytes: NDArray[np.int32]
+) -> NDArray[np.uint8] | None:
+    """Loss mask by the tokens' byte lengths; None where they do not add up to the text.
+
+    Tokens of 3, 1, 2 bytes end at 3, 4, 6; a turn of bytes 3 to 6 takes the second and the third.
+    """
+    text = rendered.text
+    ends = np.cumsum(num_bytes[token_ids])
+    is_ascii = text.isascii()
+    if len(ends) and ends[-1] != (len(text) if is_ascii else len(text.encode())):
+        return None
+    starts = ends - num_bytes[token_ids]
+    loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
+    for turn in rendered.turns:
+        start, end = turn if is_ascii else (len(text[:border].encode()) for border in turn)
+        loss_mask[np.searchsorted(starts, start) : np.searchsorted(ends, end, side="right")] = 1
+    return loss_mask
 
 
 def token_range(encoding: Any, start: int, end: int) -> tuple[int, int]:

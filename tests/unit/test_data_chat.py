@@ -1,17 +1,19 @@
-"""Ids and masks of conversations: a wrong mask ruins a drafter without any error. An oracle, five families."""
+"""Ids and masks of conversations, against an oracle: a wrong mask ruins a drafter without any error."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from dflash_core.config import DataConfig, UserError
-from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
-from tests.chat_families import CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample, mask_by_bytes, token_range
+from tests.chat_families import CHATML, CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
 
 ENCODERS: dict[str, ChatEncoder] = {}
 
@@ -278,3 +280,38 @@ def test_many_conversations_encode_as_each_alone() -> None:
         assert isinstance(sample, Sample)
         assert alone.token_ids.tolist() == sample.token_ids.tolist()
         assert alone.loss_mask.tolist() == sample.loss_mask.tolist()
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(messages=conversations)
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_the_short_ways_agree_with_the_long_ones(family: str, messages: list[dict[str, Any]]) -> None:
+    """Turns by skeleton and by rendering every prefix; masks by byte lengths and by offsets."""
+    encoder = encoder_of(family)
+    assert encoder.template.render(messages, None) == encoder.template._render_slowly(messages, None)
+    rendered = encoder.render(Conversation(messages))
+    assert not isinstance(rendered, Rejection)
+    encoding = encoder._encoder.encode(rendered.text, add_special_tokens=False)
+    assert encoder._num_bytes is not None
+    by_bytes = mask_by_bytes(np.array(encoding.ids, dtype=np.int32), rendered, encoder._num_bytes)
+    by_offsets = np.zeros(len(encoding), dtype=np.uint8)
+    for start, end in rendered.turns:
+        by_offsets[slice(*token_range(encoding, start, end))] = 1
+    assert by_bytes is not None
+    assert by_bytes.tolist() == by_offsets.tolist()
+
+
+def test_a_template_that_looks_at_the_content_goes_the_long_way() -> None:
+    template = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
+    encoder = with_template(template)
+    assert supervised_texts(sample_of(encoder, ("user", "q"), ("assistant", "a"))) == ["a<|im_end|>"]
+    assert supervised_texts(sample_of(encoder, ("user", "q"), ("assistant", "t</think>a"))) == ["a<|im_end|>"]
+
+
+def test_a_tokenizer_with_a_normaliser_is_masked_by_offsets() -> None:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    encoder = ChatEncoder(tokenizer, DataConfig(), MASK_TOKEN_ID)
+    assert encoder._num_bytes is None
+    sample = sample_of(encoder, ("user", "e\u0301"), ("assistant", "e\u0301 yes"))
+    assert supervised_texts(sample) == ["\u00e9 yes<|im_end|>"]
