@@ -30,11 +30,12 @@ from typing import Any
 import psutil
 
 from dflash_core.config import RunConfig, TrainingConfig, UserError
-from dflash_core.training.supervise import end_with_parent, explain, read_records, read_reports
+from dflash_core.training.supervise import START_PHASES, end_with_parent, explain, read_records, read_reports
 from dflash_core.training.topology import ranks_per_node
 
 TERMINATE_SECONDS = 20.0
 POLL_SECONDS = 0.25
+START_SECONDS = 900.0  # a large target may load for long, and no phase changes meanwhile
 
 OnMetrics = Callable[[list[dict[str, Any]]], None]
 
@@ -228,7 +229,9 @@ def _watch(
         last_look = time.time()
         records = [r for r in read_records(run_dir) if r["status"] == "running"]
         newest = max((r["since"] for r in records), default=started if child else last_look)
-        if last_look - newest > training.stall_seconds:
+        running = records and all(r["phase"] not in START_PHASES for r in records)
+        limit = training.stall_seconds if running else max(training.stall_seconds, START_SECONDS)
+        if last_look - newest > limit:
             raise TrainingFailed(_describe_stall(run_dir, records, last_look))
 
 
