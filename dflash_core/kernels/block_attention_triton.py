@@ -42,7 +42,7 @@ _TILES = {
     ("backward_queries", 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
     ("backward_queries", 128): (Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
     ("backward_queries", 256): (Tiles(128, 32, 8, 1), Tiles(128, 32, 8, 1), Tiles(64, 32, 8, 1)),
-    ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
     ("backward_keys", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
 }
@@ -52,11 +52,12 @@ def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
     """Tiles of "forward", "backward_queries" or "backward_keys", for head_dim up to 256.
 
     Args:
-        itemsize: bytes of an input element. float32 products run on ordinary cores: small tiles.
+        itemsize: bytes of an input element. float32 products run on ordinary cores in small
+            tiles: exact, and slow.
         capability: 80, 90, 100, 120: compute capability times ten.
     """
     if itemsize == 4:
-        return Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
+        return Tiles(16, 16, 4, 1)
     widest = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     return _TILES[kernel, widest][0 if 90 <= capability < 100 else 1 if 100 <= capability < 110 else 2]
 

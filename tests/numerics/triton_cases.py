@@ -1,8 +1,8 @@
 """Cases for the Triton kernels against float64: `test_kernels_triton.py` runs them in processes of their own.
 
 On a machine without a GPU they need TRITON_INTERPRET=1, which must be set before a kernel is defined. Sizes
-are small and no multiple of a tile; float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64. The
-interpreter cannot multiply bfloat16 matrices, so for attention float16 stands in for it there.
+are small and no multiple of a tile: there float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64. The
+interpreter cannot multiply bfloat16 matrices, so for attention float16 stands in for it.
 """
 
 import pytest
@@ -14,6 +14,15 @@ from dflash_core.kernels.linear_cross_entropy import linear_cross_entropy_refere
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("out", "q", "k_ctx", "v_ctx", "k_blk", "v_blk")
+
+
+@pytest.fixture(autouse=True)
+def larger_tiles_in_the_interpreter(monkeypatch):
+    """Its time goes with the number of tiles."""
+    if DEVICE == "cpu":
+        real = block_attention_triton.tiles
+        large = block_attention_triton.Tiles(32, 32, 4, 1)
+        monkeypatch.setattr(block_attention_triton, "tiles", lambda *a: large if a[2] == 4 else real(*a))
 
 
 def attention_inputs(context_start, anchor, *, K, N, G, H, T, dtype=torch.float32, seed=0):
