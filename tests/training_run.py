@@ -155,7 +155,7 @@ def with_training(run_dir: Path, config: RunConfig, **changes: Any) -> RunConfig
 
 
 def when_step(
-    run_dir: Path, step: int, action: Callable[[], None], seconds: float = 300.0
+    run_dir: Path, step: int, action: Callable[[], None], seconds: float = 900.0
 ) -> threading.Thread:
     """A started thread that calls `action` once `metrics.jsonl` holds that step."""
 

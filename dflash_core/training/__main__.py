@@ -24,17 +24,15 @@ def main(path: Path) -> int:
     rank = rank_of_process()
     record = RankRecord(run.directory, rank, role_of(make_layout(run.config.training), rank))
     try:
-        with reporting(record):
-            world = set_up(run.config.training)
-            try:
-                run_rank(run, world, record, stop)
-            finally:
-                tear_down()
+        with reporting(record):  # before peers see this rank's connections close
+            run_rank(run, set_up(run.config.training), record, stop)
     except Stopped:
         return EXIT_STOPPED
     except UserError as error:
         print(error, file=sys.stderr, flush=True)
         return 1
+    finally:
+        tear_down()
     return 0
 
 

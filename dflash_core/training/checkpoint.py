@@ -159,7 +159,10 @@ class Checkpointer:
         except BaseException as error:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(f"checkpoint {final} could not be written: {_root_cause(error)}") from error
+            free = shutil.disk_usage(self.directory).free / 1e9
+            raise OSError(
+                f"checkpoint {final} could not be written ({free:.2f} GB free there): {_root_cause(error)}"
+            ) from error
         self.seconds = time.monotonic() - started
 
     def _barrier(self) -> None:
@@ -316,6 +319,9 @@ def _root_cause(error: BaseException) -> str:
     if failures:
         rank, wrapped = next(iter(failures.items()))
         return f"rank {rank}: {_root_cause(wrapped[0])}"
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    chain = [error]
+    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(earlier)
+    # A file writer that fails while it closes hides the error of the system behind one of its own.
+    cause = next((e for e in chain if isinstance(e, OSError)), chain[-1])
+    return f"{type(cause).__name__}: {cause}"

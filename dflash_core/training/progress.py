@@ -9,13 +9,15 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
+RECENT_STEPS = 50  # whose mean time predicts the rest: the first epoch may capture what later ones read from a cache
 
 
 class MetricsFile:
@@ -44,13 +46,13 @@ class Reporter:
 
     def __init__(self, total_steps: int, completed_steps: int) -> None:
         self.total, self.first = total_steps, completed_steps
-        self._started = self._last_line = time.monotonic()
+        self._last_line = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
             text = TextColumn("{task.fields[text]}")
-            left = TimeRemainingColumn(compact=True)
-            self._bar = Progress(TextColumn("training"), BarColumn(), text, left, console=Console())
+            self._bar = Progress(TextColumn("training"), BarColumn(), text, console=Console())
             self._task = self._bar.add_task("", total=total_steps, completed=completed_steps, text="")
             self._bar.start()
 
@@ -64,11 +66,13 @@ class Reporter:
     def step(self, completed: int, metrics: dict[str, Any]) -> None:
         """Show how far the run is."""
         loss = metrics["train/loss"]
+        self._recent.append(metrics["perf/step_seconds"])
+        left = sum(self._recent) / len(self._recent) * (self.total - completed)
         text = (
             f"step {completed}/{self.total}  loss {'-' if loss is None else f'{loss:.3f}'}  "
             f"position 1 {metrics['train/accuracy_position_1']:.1%}  "
             f"{metrics['perf/tokens_per_second']:.0f} real tokens/s  "
-            f"padding efficiency {metrics['batch/padding_efficiency']:.2f}"
+            f"padding efficiency {metrics['batch/padding_efficiency']:.2f}  {duration(left)} left"
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=completed, text=text)
@@ -76,8 +80,7 @@ class Reporter:
         now = time.monotonic()
         if now - self._last_line >= LINE_SECONDS or completed in (self.first + 1, self.total):
             self._last_line = now
-            left = (now - self._started) / (completed - self.first) * (self.total - completed)
-            print(f"{text}  {duration(left)} left", flush=True)
+            print(text, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

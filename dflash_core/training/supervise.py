@@ -170,8 +170,11 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_reports(run_dir: Path) -> list[dict[str, Any]]:
-    """The error reports, earliest first."""
-    return sorted(_read_all(run_dir, "rank-*.error.json"), key=lambda r: r["time"])
+    """The error reports: causes before broken connections, which only tell of another rank; earliest
+    first.
+    """
+    reports = _read_all(run_dir, "rank-*.error.json")
+    return sorted(reports, key=lambda r: ("onnection" in r["message"], r["time"]))
 
 
 def _read_all(run_dir: Path, pattern: str, skip: str | None = None) -> list[dict[str, Any]]:

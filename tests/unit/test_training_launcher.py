@@ -141,6 +141,12 @@ def test_a_report_names_rank_phase_and_cause(tmp_path: Path) -> None:
     assert "phase 'save' of step 12: OSError: No space left on device" in message
 
 
+def test_a_cause_is_named_before_the_connections_that_it_broke(tmp_path: Path) -> None:
+    RankRecord(tmp_path, 1, "target").report(RuntimeError("Connection closed by peer"))
+    RankRecord(tmp_path, 0, "drafter").report(OSError("No space left on device"))
+    assert "rank 0 (drafter on" in explain(tmp_path, 1)
+
+
 def test_a_users_mistake_is_told_as_it_is(tmp_path: Path) -> None:
     RankRecord(tmp_path, 0, "colocated")  # still running when the other failed
     RankRecord(tmp_path, 1, "colocated").report(UserError("drafter.mask_token_id: not set"))
