@@ -1,8 +1,8 @@
 """Cases for the Triton kernels against float64: `test_kernels_triton.py` runs them in processes of their own.
 
 On a machine without a GPU they need TRITON_INTERPRET=1, which must be set before a kernel is defined. Sizes
-are small and no multiple of a tile: there float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64. The
-interpreter cannot multiply bfloat16 matrices, so for attention float16 stands in for it.
+are small and no multiple of a tile: there float32 tiles are 32 x 32 (rows x keys), float16 tiles 128 x 64.
+The interpreter cannot multiply bfloat16 matrices, so for attention float16 stands in for it.
 """
 
 import pytest
