@@ -5,12 +5,11 @@ own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, EvaluationConfig, UserError
+from dflash_core.config import EvaluationConfig, UserError
 from tasks.stages import FileDigests, stage
 
 VALIDATION_SET = "validation"
@@ -35,95 +34,10 @@ def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDige
     return found
 
 
-def read_messages(row: Any, where: str) -> list[dict[str, Any]]:
-    """The conversation that a prompt row asks the model to continue.
-
-    A row holds `messages` (an answer at the end is left off), `turns` (the first is asked), `prompt` or
-    `question`.
-    """
-    if isinstance(row, dict):
-        messages = row.get("messages")
-        if isinstance(messages, list) and messages:
-            while messages and messages[-1].get("role") == "assistant":
-                messages = messages[:-1]
-            if messages:
-                return messages
-        turns = row.get("turns")
-        text = turns[0] if isinstance(turns, list) and turns else row.get("prompt") or row.get("question")
-        if isinstance(text, str) and text.strip():
-            return [{"role": "user", "content": text}]
-    raise UserError(f"{where}: no prompt; allowed: messages, turns, prompt or question")
-
-
-def read_prompt_file(path: Path, limit: int) -> Iterator[tuple[list[dict[str, Any]], str | None]]:
-    """Conversations and categories of the first `limit` rows of a JSONL file."""
-    with path.open(encoding="utf-8") as lines:
-        count = 0
-        for number, line in enumerate(lines, start=1):
-            if count == limit:
-                return
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"evaluation.prompts: {path} line {number}: not JSON ({error.msg})"
-                ) from error
-            category = row.get("category") if isinstance(row, dict) else None
-            yield read_messages(row, f"evaluation.prompts: {path} line {number}"), category
-            count += 1
-    if count == 0:
-        raise UserError(f"evaluation.prompts: {path} holds no prompt; allowed: at least one line")
-
-
-def validation_prompts(shards: list[str], data: DataConfig, limit: int) -> list[tuple[int, ...]]:
-    """Tokens before the first supervised one of the first `limit` validation samples by content digest."""
-    from dflash_core.data.store import TokenStore
-
-    store = TokenStore.open(
-        shards, validation_share=data.validation_share, min_validation_samples=data.min_validation_samples
-    )
-    ordered = sorted((store.sample_id(int(row)), int(row)) for row in store.validation_indices)
-    prompts = []
-    for _, row in ordered:
-        first = int(store.loss_mask(row).argmax())
-        if first > 0:
-            prompts.append(tuple(store.token_ids(row)[:first].tolist()))
-        if len(prompts) == limit:
-            break
-    if not prompts:
-        raise UserError(
-            "evaluation.prompts: there are no validation samples to take prompts from; allowed: prompt "
-            f"files, or a data.validation_share above {data.validation_share}"
-        )
-    return prompts
-
-
-def _read_prompts(prompt_sets: list[dict[str, str]], num_prompts: int, where: dict[str, Any]) -> list[Any]:
-    from dflash_core.model.speculate import Prompt
-
-    if prompt_sets[0]["name"] == VALIDATION_SET and not where["prompt_paths"]:
-        from dflash_core.config import from_dict
-
-        found = validation_prompts(where["shards"], from_dict(DataConfig, where["data"]), num_prompts)
-        return [Prompt(token_ids=ids, prompt_set=VALIDATION_SET) for ids in found]
-    from tasks.ingest import load_tokenizer
-
-    tokenizer = load_tokenizer(where["target_directory"], where["trust_remote_code"])
-    prompts = []
-    for prompt_set, path in zip(prompt_sets, where["prompt_paths"], strict=True):
-        for messages, category in read_prompt_file(Path(path), num_prompts):
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompts.append(Prompt(token_ids=tuple(ids), prompt_set=prompt_set["name"], category=category))
-    return prompts
-
-
 @stage(
     "evaluate",
-    version=1,
-    sources=("dflash_core.model.evaluate", "dflash_core.model.export"),
+    version=2,
+    sources=("dflash_core.model.evaluate", "dflash_core.model.export", "dflash_core.data.prompts"),
     locations=("where",),
 )
 def evaluate_drafter(
@@ -145,11 +59,11 @@ def evaluate_drafter(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from dflash_core.model.evaluate import evaluate
     from dflash_core.model.export import load_drafter
     from dflash_core.model.speculate import Sampling
     from dflash_core.model.target import Target
     from tasks import plots
+    from tasks.decoding import PromptSets, decode_all
 
     del drafter_digest, target_fingerprint  # the key
     disable_progress_bar()
@@ -163,9 +77,9 @@ def evaluate_drafter(
         trust_remote_code=where["trust_remote_code"],
         device_map=where["device_map"],
     )
-    prompts = _read_prompts(prompt_sets, num_prompts, where)
+    sets = PromptSets(prompt_sets, num_prompts, where)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
-    result = evaluate(target, drafter.to(target.compute_dtype), prompts, sampling)
+    result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

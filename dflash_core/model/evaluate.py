@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,17 @@ class Evaluation:
         if self.compute_dtype == torch.float32:
             return not self.differences
         return all(difference.near_tie for difference in self.differences)
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """Both evaluations' prompts, one after the other; of one drafter with one sampling."""
+        moved = [replace(d, prompt=d.prompt + len(self.prompts)) for d in other.differences]
+        return replace(
+            self,
+            prompts=[*self.prompts, *other.prompts],
+            plain=self.plain + other.plain,
+            speculative=self.speculative + other.speculative,
+            differences=[*self.differences, *moved],
+        )
 
     def report(self) -> dict[str, Any]:
         """Figures over all prompts, by prompt set and by category, as JSON types."""
@@ -91,9 +102,15 @@ class Evaluation:
 
 
 def evaluate(
-    target: Target, drafter: DFlashDrafter, prompts: Sequence[Prompt], sampling: Sampling
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    progress: Callable[[int, int, float], None] | None = None,
 ) -> Evaluation:
     """Decode all prompts both ways in one run, a batch at a time in turn so that both meet the same machine.
+
+    `progress` is called after each batch with prompts done, prompts in all, acceptance length so far.
 
     Raises:
         UserError: no prompt, an empty one, or a drafter of another target.
@@ -119,6 +136,9 @@ def evaluate(
         ):
             total.generations += run.generations
             total.seconds += run.seconds
+        if progress is not None:
+            so_far = acceptance_report(speculative.generations, drafter.shape.block_size)
+            progress(first + len(batch), len(prompts), so_far["acceptance_length"])
     differences = [] if sampling.temperature else compare(plain.generations, speculative.generations)
     return Evaluation(
         prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative, differences

@@ -68,6 +68,9 @@ class Decoded:
     def tokens_per_second(self) -> float:
         return sum(len(g.token_ids) for g in self.generations) / self.seconds if self.seconds else 0.0
 
+    def __add__(self, other: Decoded) -> Decoded:
+        return Decoded(self.generations + other.generations, self.seconds + other.seconds)
+
 
 class DrafterContext:
     """The drafter's view of accepted tokens: keys and values by layer, at the slot of their position."""
