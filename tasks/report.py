@@ -190,13 +190,16 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table with a header in the terminal."""
+    """A table with a header in the terminal; where there is none (a log), as wide as it needs."""
     table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
