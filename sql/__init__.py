@@ -1,4 +1,6 @@
-"""The SQL of the length profile: one relation a file, each with its grain, inputs and what it drops in the first lines."""
+"""The SQL of the length profile: one relation a file, each with its grain, inputs and what it drops in the
+first lines.
+"""
 
 from importlib.resources import files
 
