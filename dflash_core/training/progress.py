@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
-RECENT_STEPS = 50  # whose mean time predicts the rest: the first epoch may capture what later ones read from a cache
+RECENT_STEPS = (
+    50  # whose mean time predicts the rest: the first epoch may capture what later ones read from a cache
+)
 
 
 class MetricsFile:
