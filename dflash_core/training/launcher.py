@@ -243,9 +243,12 @@ def _describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) ->
         for process in _local_processes([record]):
             process.send_signal(signal.SIGUSR1)
     time.sleep(1.0)
-    waiting = ("wait for", "send", "receive")  # phases in which a rank waits for others
+    # A rank that does something holds up those that wait, also one that is ahead of them: the drafter of step 7
+    # waits for a target that hangs in its capture for step 8. A process that the system has stopped comes first.
+    stopped = {p.pid for p in _local_processes(records) if p.status() == psutil.STATUS_STOPPED}
     slowest = min(
-        records, key=lambda r: (r["step"], r["phase"].startswith(waiting), r["microbatch"], r["since"])
+        records,
+        key=lambda r: (r["pid"] not in stopped, r["phase"].startswith("wait"), r["step"], r["microbatch"]),
     )
     return (
         f"stall: no rank has moved for {now - max(r['since'] for r in records):.0f} s "
