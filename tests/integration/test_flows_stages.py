@@ -65,6 +65,8 @@ class Recorder:
                 "time_ms": int(time.time() * 1000),
                 "train/loss": 3.0 / step,
                 "validation/loss": 2.0,
+                **dict.fromkeys(("batch/tokens", "batch/num_samples", "batch/mean_length"), 9.0),
+                **dict.fromkeys(("perf/step_seconds", "perf/capture_seconds", "perf/drafter_seconds"), 1.0),
             }
             for step in range(1, described["total_steps"] + 1)
         ]
