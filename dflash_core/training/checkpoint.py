@@ -128,6 +128,11 @@ class Checkpointer:
             pending, self._pending = self._pending, None
             pending.result()
 
+    def raise_failure(self) -> None:
+        """Raise what the save in progress has failed with, if it has; never waits."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def _write(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         started = time.monotonic()
         final = self.directory / f"step-{state['step']:08d}"
@@ -319,9 +324,8 @@ def _root_cause(error: BaseException) -> str:
     if failures:
         rank, wrapped = next(iter(failures.items()))
         return f"rank {rank}: {_root_cause(wrapped[0])}"
-    chain = [error]
-    while (earlier := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(earlier)
-    # A file writer that fails while it closes hides the error of the system behind one of its own.
-    cause = next((e for e in chain if isinstance(e, OSError)), chain[-1])
-    return f"{type(cause).__name__}: {cause}"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    # torch's file writer hides the error of the system behind one of its own.
+    meaning = "the file could not grow, is the disk full? " if "unexpected pos" in str(error) else ""
+    return f"{meaning}{type(error).__name__}: {error}"

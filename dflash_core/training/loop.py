@@ -285,6 +285,7 @@ class Trainer:
 
     def _save_when_due(self) -> None:
         """At step intervals, time intervals, after a validation that was the best so far, and at the end."""
+        self.checkpoints.raise_failure()
         state = self.state
         if (
             self.save_is_late
