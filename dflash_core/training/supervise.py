@@ -174,7 +174,7 @@ def read_reports(run_dir: Path) -> list[dict[str, Any]]:
     first.
     """
     reports = _read_all(run_dir, "rank-*.error.json")
-    return sorted(reports, key=lambda r: ("onnection" in r["message"], r["time"]))
+    return sorted(reports, key=lambda r: (_is_broken_connection(r), r["time"]))
 
 
 def _read_all(run_dir: Path, pattern: str, skip: str | None = None) -> list[dict[str, Any]]:
@@ -215,23 +215,24 @@ def explain(run_dir: Path, exit_code: int | None) -> str:
         if record["status"] == "running":
             return (
                 f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']}) ended "
-                "without a "
-                f"report in phase '{record['phase']}' of step {record['step']}: killed from outside, or by "
-                "the "
-                f"system for want of memory; the run resumes from the newest complete checkpoint"
+                f"without a report in phase '{record['phase']}' of step {record['step']}: killed from outside, "
+                "or by the system for want of memory; the run resumes from the newest complete checkpoint"
             )
+    told = [r for r in read_records(run_dir) if r["status"] == "stopped"]
+    if told and all(_is_broken_connection(r) for r in reports):
+        return (
+            f"training was stopped by a signal at step {told[0]['step']}; the run resumes from its checkpoint"
+        )
     if reports:
         first = reports[0]
         where = run_dir / "ranks" / f"rank-{first['rank']}.error.json"
         return (
             f"rank {first['rank']} ({first['role']} on {first['host']}) failed in phase '{first['phase']}' "
-            "of step "
-            f"{first['step']}: {first['type']}: {first['message']} (traceback in {where})"
+            f"of step {first['step']}: {first['type']}: {first['message']} (traceback in {where})"
         )
-    for record in read_records(run_dir):
-        if record["status"] == "stopped":
-            return (
-                f"training was stopped by a signal at step {record['step']}; "
-                "the run resumes from its checkpoint"
-            )
     return f"training ended with exit code {exit_code} before any rank had started"
+
+
+def _is_broken_connection(report: dict[str, Any]) -> bool:
+    """Such an error only tells that another rank is gone."""
+    return report["type"] == "RuntimeError" and "onnection" in report["message"]

@@ -147,6 +147,14 @@ def test_a_cause_is_named_before_the_connections_that_it_broke(tmp_path: Path) -
     assert "rank 0 (drafter on" in explain(tmp_path, 1)
 
 
+def test_a_rank_that_was_told_to_stop_explains_the_connections_it_closed(tmp_path: Path) -> None:
+    told = RankRecord(tmp_path, 0, "drafter")
+    told.phase("save", step=5)
+    told.end("stopped")
+    RankRecord(tmp_path, 1, "target").report(RuntimeError("Connection closed by peer"))
+    assert "stopped by a signal at step 5" in explain(tmp_path, 143)
+
+
 def test_a_users_mistake_is_told_as_it_is(tmp_path: Path) -> None:
     RankRecord(tmp_path, 0, "colocated")  # still running when the other failed
     RankRecord(tmp_path, 1, "colocated").report(UserError("drafter.mask_token_id: not set"))
