@@ -19,7 +19,7 @@ from dflash_core.config import TrainingConfig, UserError
 from dflash_core.training import launcher
 from dflash_core.training.launcher import MetricsForwarder, node_commands, notify, stop, torchrun_arguments
 from dflash_core.training.progress import MetricsFile
-from dflash_core.training.supervise import RankRecord, explain
+from dflash_core.training.supervise import RankRecord, explain, read_records
 
 
 def write_lines(path: Path, steps: range, **values: Any) -> None:
@@ -163,6 +163,20 @@ def test_a_users_mistake_is_told_as_it_is(tmp_path: Path) -> None:
 
 def test_no_rank_at_all(tmp_path: Path) -> None:
     assert "before any rank had started" in explain(tmp_path, 3)
+
+
+def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
+    """The target is a step ahead, and still it is the one that holds up the drafter."""
+    drafter, target = RankRecord(tmp_path, 0, "drafter"), RankRecord(tmp_path, 1, "target")
+    drafter.phase("wait for target rank 1", step=7)
+    target.phase("capture", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]  # nothing here to send signals to
+    assert "slowest: rank 1 (target" in launcher._describe_stall(tmp_path, records, time.time())
+    drafter.phase("train", step=7)
+    target.phase("wait for drafter rank 0", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    message = launcher._describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 0 (drafter" in message and "phase 'train' of step 7" in message
 
 
 def test_phases_count_seconds_and_are_visible_at_once(tmp_path: Path) -> None:
