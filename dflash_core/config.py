@@ -246,6 +246,8 @@ class TrainingConfig:
     checkpoint_every_seconds: float = execution_field(1200.0)
     keep_last: int = execution_field(2)
     log_every: int = execution_field(1)  # steps
+    # also the mean loss of the first weights over the first epoch: the same for every strategy, or something is wrong
+    check_initial_loss: bool = execution_field(False)
     stall_seconds: float = execution_field(1800.0)
     on_failure: str | None = execution_field(
         None

@@ -26,7 +26,12 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
     steps.check_options(options)
     name = f"compare-{config.deployment}"
     group = config.tracking.group or name
-    config = replace(config, deployment=name, tracking=replace(config.tracking, group=group))
+    config = replace(
+        config,
+        deployment=name,
+        training=replace(config.training, check_initial_loss=True),
+        tracking=replace(config.tracking, group=group),
+    )
     target = steps.prepare_target(config, options)
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
@@ -41,9 +46,6 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
             trained = steps.train_run(own, options, target, dataset, plans[strategy], label=f"train {label}")
             drafter = Path(trained["run_dir"]) / "drafter"
             evaluated = steps.evaluate(own, options, target, dataset, drafter, label=f"evaluate {label}")
-            initial = None
-            if options.check_initial_loss:
-                initial = compare.initial_loss(trained["run_dir"], label=f"initial loss {label}")
             results.append(
                 compare.Result(
                     strategy=strategy,
@@ -51,7 +53,7 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
                     plans=plans[strategy],
                     trained=trained,
                     evaluation=evaluated["evaluation"],
-                    initial=initial,
+                    initial=compare.read_initial_loss(Path(trained["run_dir"])),
                 )
             )
     return steps.write_comparison(config, dataset, edges, results)

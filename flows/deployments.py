@@ -35,9 +35,6 @@ class CompareOptions(FlowOptions):
 
     strategies: tuple[Strategy, ...] = STRATEGIES
     seeds: tuple[int, ...] = (0,)
-    check_initial_loss: bool = (
-        True  # compute the first weights' mean loss over the first epoch of every strategy
-    )
 
     def __post_init__(self) -> None:
         if not self.strategies or len(set(self.strategies)) != len(self.strategies):

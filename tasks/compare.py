@@ -1,4 +1,4 @@
-"""The comparison's own tasks: the check of the initial loss, and the report over all runs."""
+"""The comparison's own task: one report over all runs."""
 
 from __future__ import annotations
 
@@ -62,18 +62,13 @@ class Result:
     initial: dict[str, Any] | None
 
 
-@task(name="initial-loss", task_run_name="{label}", cache_policy=NO_CACHE, persist_result=False)
-def initial_loss(run_dir: str, *, label: str) -> dict[str, Any]:
-    """Mean loss of the run's first weights over its first epoch; kept in the run's directory."""
-    del label
-    kept = Path(run_dir) / "initial_loss.json"
-    if kept.exists():
+def read_initial_loss(run_dir: Path) -> dict[str, Any] | None:
+    """What a run found for its first weights over its first epoch; None for one that resumed within it."""
+    kept = run_dir / "initial_loss.json"
+    if kept.is_file():
         return json.loads(kept.read_text(encoding="utf-8"))
-    from dflash_core.training.initial_loss import initial_loss as compute
-
-    found = compute(Path(run_dir) / "run.json")
-    write_json(kept, found)
-    return found
+    get_run_logger().warning("%s: loss of the first weights not checked, the run was resumed", run_dir)
+    return None
 
 
 def step_composition(plan: Any, lengths: Lengths) -> NDArray[np.float64]:

@@ -158,14 +158,19 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
 
 
 def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
-    """Id of the largest logit of each row, int64 [P], lowest id among equals: the target's own next token."""
-    best_P = torch.empty(len(hidden_PD), dtype=torch.int64, device=hidden_PD.device)
+    """Id of the largest logit of each row, int64 [P], lowest id among equals: the target's own next token.
+
+    Tiles are [vocabulary, positions]: a CPU's matrix product is up to twice as fast that way round when
+    positions are few (56 rows of SmolLM2's head: 52 against 92 ms).
+    """
+    tile = TILE_VOCABULARY if hidden_PD.device.type == "cpu" else 16 * TILE_VOCABULARY
+    best_P = torch.zeros(len(hidden_PD), dtype=torch.int64, device=hidden_PD.device)
     for begin in range(0, len(hidden_PD), TILE_POSITIONS):
-        hidden = hidden_PD[begin : begin + TILE_POSITIONS].detach()
-        largest = torch.full((len(hidden),), -torch.inf, dtype=hidden.dtype, device=hidden.device)
+        hidden_DR = hidden_PD[begin : begin + TILE_POSITIONS].detach().T
+        largest = hidden_DR.new_full((hidden_DR.shape[1],), -torch.inf)
         best = best_P[begin : begin + TILE_POSITIONS]
-        for first in range(0, len(head_VD), 8 * TILE_VOCABULARY):
-            tile_largest, tile_best = (hidden @ head_VD[first : first + 8 * TILE_VOCABULARY].T).max(dim=-1)
+        for first in range(0, len(head_VD), tile):
+            tile_largest, tile_best = (head_VD[first : first + tile] @ hidden_DR).max(dim=0)
             best.copy_(torch.where(tile_largest > largest, tile_best + first, best))
             largest = torch.maximum(largest, tile_largest)
     return best_P

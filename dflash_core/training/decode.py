@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_core.data.store import TokenStore
-from dflash_core.model.acceptance import Generation, acceptance_interval, acceptance_length
+from dflash_core.model.acceptance import acceptance_interval, acceptance_length
 from dflash_core.model.drafter import DFlashDrafter
 from dflash_core.model.speculate import Prompt, Sampling, speculative_decode
 from dflash_core.model.target import Target
@@ -40,17 +40,15 @@ def decoder_of(
 ) -> Callable[[DFlashDrafter], dict[str, float]]:
     """A function from a drafter to its decoded acceptance length on these prompts, with its interval.
 
-    It gives up between two prompts, returning nothing, once `stopped` says so.
+    It decodes nothing, and returns nothing, once `stopped` says so.
     """
+    sampling = Sampling(max_new_tokens=MAX_NEW_TOKENS, batch_size=NUM_PROMPTS)
 
     @torch.no_grad()
     def decode(drafter: DFlashDrafter) -> dict[str, float]:
-        generations: list[Generation] = []
-        for prompt in prompts:
-            if stopped():
-                return {}
-            decoded = speculative_decode(target, drafter, [prompt], Sampling(max_new_tokens=MAX_NEW_TOKENS))
-            generations += decoded.generations
+        if stopped():
+            return {}
+        generations = speculative_decode(target, drafter, prompts, sampling).generations
         low, high = acceptance_interval(generations, drafter.shape.block_size)
         return {
             "validation/acceptance_length": acceptance_length(generations),

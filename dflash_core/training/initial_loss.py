@@ -1,103 +1,65 @@
-"""Mean loss of the first weights over a whole epoch of a run's plan, without training.
+"""Mean loss of a run's first weights over its first epoch, summed while the run trains.
 
 Strategies differ in which samples share a microbatch, never in which samples and anchors an epoch holds, so
-this number must be the same for all of them up to rounding, and `anchor_digest` exactly the same.
+this number must be the same for all of them up to rounding, and `anchor_digest` exactly the same. It costs a
+forward pass of the drafter on states that training captures anyway, and its seconds count as nothing else's.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_core.model.loss import LossSums, TargetHeads
-from dflash_core.training import setup
-from dflash_core.training.capture import make_capture
-from dflash_core.training.feed import Assignment, Microbatch, Prefetcher, build_microbatch
-from dflash_core.training.setup import Run
-from dflash_core.training.topology import Layout
+from dflash_core.model.drafter import DFlashDrafter
+from dflash_core.model.loss import LossSums
+from dflash_core.training.capture import Features
+from dflash_core.training.feed import Microbatch
 from dflash_core.training.validation import LossArguments, loss_of
-from dflash_core.training.world import World, pick_device
+
+PHASE = "check the initial loss"
 
 
-def initial_loss(
-    run_json: Path | str, *, epoch: int = 0, on_progress: Callable[[int, int], None] | None = None
-) -> dict[str, Any]:
-    """Sum of weight * loss over sum of weight, for the weights that training would start from.
+class InitialLoss:
+    """Keeps a copy of the weights and adds microbatches up.
 
-    Args:
-        run_json: of a run; its directory need not have been trained, and nothing is written there but a cache
-            on
-            disk, if the run asks for one.
-        epoch: whose plan and anchors.
-        on_progress: called with (microbatches done, all).
-
-    Returns:
-        `loss`, `weight_sum`, `num_blocks`, `num_samples`, `num_tokens`, and `anchor_digest` over all samples
-        with their anchors in the order of the token store.
+    `drafter` must hold the weights that training starts from, whole.
     """
-    run = Run.load(Path(run_json))
-    config, device = run.config, pick_device(run.config.training)
-    world = World(Layout(False, (((0,), (0,)),)), 0, device, None, None, None)
-    schedule = run.open_schedule(run.open_store())
-    dtypes = setup.pick_dtypes(run, world, None)
-    target_config = setup.load_target_config(run)
-    ids = setup.layer_ids(run, target_config)
-    target = setup.load_target(run, world, ids, dtypes)
-    spec = setup.feature_spec(run, target_config, ids, dtypes)
-    fingerprint = run.facts(schedule)["inputs"]["target"]
-    capture, _ = make_capture(target, config.target, config.objective, schedule, spec, run.cache, fingerprint)
-    drafter = setup.build_drafter(run, target_config, ids, device)
-    heads = TargetHeads(target.embed_weight.to(dtypes["drafter"]), target.head_weight.to(dtypes["drafter"]))
-    mask, slots = drafter.shape.mask_token_id, config.training.max_draft_slots
-    same = LossArguments(heads, config.objective, mask, slots, device)
-    sums = LossSums.zeros(drafter.shape.block_size, device)
-    anchors: dict[int, bytes] = {}
-    num_tokens = 0
-    total = schedule.plan(epoch).num_microbatches
-    feed = Prefetcher(
-        _assignments(epoch, total), lambda a: _microbatch(run, schedule, a), config.training.prefetch
-    )
-    try:
-        for assignment, microbatch in feed:
-            with torch.no_grad():
-                sums = sums + loss_of(drafter, microbatch, capture(microbatch), same, backward=False)
-            num_tokens += microbatch.num_tokens
-            for i, row in enumerate(microbatch.sample_rows):
-                mine = microbatch.anchors[microbatch.anchor_sample == i] - microbatch.cu_seqlens[i]
-                anchors[int(row)] = mine.astype("<i4").tobytes()
-            if on_progress is not None:
-                on_progress(assignment.microbatch + 1, total)
-    finally:
-        feed.close()
-    digest = hashlib.blake2b(digest_size=16)
-    for row in sorted(anchors):
-        digest.update(np.array([row, len(anchors[row])], "<i8").tobytes() + anchors[row])
-    return {
-        "loss": sums.loss(),
-        "weight_sum": float(sums.weight_sum),
-        "num_blocks": int(sums.num_blocks),
-        "num_samples": len(anchors),
-        "num_tokens": num_tokens,
-        "anchor_digest": digest.hexdigest(),
-    }
 
+    def __init__(self, drafter: DFlashDrafter, same: LossArguments) -> None:
+        self.drafter, self.same = copy.deepcopy(drafter).requires_grad_(False), same
+        self.sums = LossSums.zeros(drafter.shape.block_size, same.device)
+        self.num_samples = self.num_tokens = 0
+        self.digest = np.zeros(4)  # sums of 32-bit words: in any order, and exact in float64
 
-def _assignments(epoch: int, num_microbatches: int) -> Iterator[Assignment]:
-    return (Assignment(0, m, epoch, m, 0, 0) for m in range(num_microbatches))
+    @torch.no_grad()
+    def add(self, microbatch: Microbatch, features: Features) -> None:
+        """Another microbatch of the first epoch."""
+        self.sums = self.sums + loss_of(self.drafter, microbatch, features, self.same, backward=False)
+        self.num_samples += len(microbatch.sample_rows)
+        self.num_tokens += microbatch.num_tokens
+        for i, row in enumerate(microbatch.sample_rows):
+            mine = microbatch.anchors[microbatch.anchor_sample == i] - microbatch.cu_seqlens[i]
+            said = np.int64(row).tobytes() + mine.astype("<i4").tobytes()
+            self.digest += np.frombuffer(hashlib.blake2b(said, digest_size=16).digest(), "<u4")
 
-
-def _microbatch(run: Run, schedule: Any, assignment: Assignment) -> Microbatch:
-    rows, width = schedule.rows(assignment.epoch, assignment.microbatch)
-    return build_microbatch(
-        schedule.store,
-        rows,
-        width,
-        num_anchors=run.config.objective.num_anchors,
-        seed=run.config.training.seed,
-        epoch=assignment.epoch,
-    )
+    def result(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> dict[str, Any]:
+        """`loss`, `weight_sum`, `num_blocks`, `num_samples`, `num_tokens`, and `anchor_digest` over all
+        samples with their anchors.
+        """
+        mine = [float(self.sums.loss_sum), float(self.sums.weight_sum), float(self.sums.num_blocks)]
+        mine += [float(self.num_samples), float(self.num_tokens), *self.digest.tolist()]
+        loss_sum, weight_sum, *counts = sum_over_ranks(mine)
+        num_blocks, num_samples, num_tokens, *words = (int(c) for c in counts)
+        return {
+            "loss": loss_sum / weight_sum if weight_sum else 0.0,
+            "weight_sum": weight_sum,
+            "num_blocks": num_blocks,
+            "num_samples": num_samples,
+            "num_tokens": num_tokens,
+            "anchor_digest": "".join(f"{word:016x}" for word in words),
+        }

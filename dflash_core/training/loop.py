@@ -16,10 +16,10 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,19 +31,20 @@ from dflash_core.model.loss import LossSums
 from dflash_core.training.capture import FeatureSpec
 from dflash_core.training.checkpoint import Checkpointer, State
 from dflash_core.training.feed import Microbatch, Schedule
+from dflash_core.training.initial_loss import PHASE, InitialLoss
 from dflash_core.training.optim import build_optimizer, learning_rate
 from dflash_core.training.parallel import full_weights, place_drafter
 from dflash_core.training.progress import MetricsFile, Reporter
 from dflash_core.training.setup import Run
+from dflash_core.training.summary import out_of_memory_advice, summarise
 from dflash_core.training.supervise import (
     PEER_GRACE_SECONDS,
     RankRecord,
     RunFailed,
     Stopped,
     StopSignal,
-    read_records,
 )
-from dflash_core.training.topology import assignments_of_step, split_advice, validation_assignments
+from dflash_core.training.topology import assignments_of_step, validation_assignments
 from dflash_core.training.transfer import Delivery
 from dflash_core.training.validation import (
     LossArguments,
@@ -74,9 +75,9 @@ class Trainer:
     same: LossArguments
     spec: FeatureSpec
     num_validation_groups: int  # over all ranks
-    decode: (
-        Callable[[DFlashDrafter], dict[str, float]] | None
-    )  # real decoding of a few prompts, where a target is
+    # real decoding of a few prompts, where a target is
+    decode: Callable[[DFlashDrafter], dict[str, float]] | None
+    initial: InitialLoss | None  # where training.check_initial_loss asks for it
 
     def __post_init__(self) -> None:
         self.config = self.run.config.training
@@ -84,6 +85,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.drafter, self.run.config.optimizer)
         self.saved_step, self.save_is_late = -1, False
         self.last_save = time.monotonic()
+        self._first_epoch_end = min(self.schedule.first_step[1], self.schedule.total_steps)
 
     def train(self) -> None:
         """All steps, then the drafter's export and summary.json.
@@ -94,13 +96,11 @@ class Trainer:
         """
         if self.world.is_leader:
             self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
-            self.reporter = Reporter(self.schedule.total_steps, self.state.step)
+            cached = self.run.config.target.cache != "none"
+            capture_end = self._first_epoch_end if cached else self.schedule.total_steps
+            self.reporter = Reporter(self.schedule.total_steps, self.state.step, capture_end)
         try:
-            self.validation = [
-                self._host(next(self.deliveries))
-                for a in validation_assignments(self.world.layout, self.num_validation_groups)
-                if a.drafter == self.world.rank
-            ]
+            self.validation = self._capture_validation()
             self._validate_when_due()
             while self.state.step < self.schedule.total_steps:
                 self._step()
@@ -118,6 +118,21 @@ class Trainer:
         finally:
             if self.world.is_leader:
                 self.reporter.close()
+
+    def _capture_validation(self) -> list[Delivery]:
+        """This rank's validation microbatches with their states, on the CPU."""
+        mine = [
+            a
+            for a in validation_assignments(self.world.layout, self.num_validation_groups)
+            if a.drafter == self.world.rank
+        ]
+        kept: list[Delivery] = []
+        for done in range(len(mine)):
+            if self.world.is_leader:
+                self.reporter.busy(f"capturing validation samples, microbatch {done + 1} of {len(mine)}")
+            assignment, microbatch, features = next(self.deliveries)
+            kept.append((assignment, microbatch, features.to(torch.device("cpu"))))
+        return kept
 
     def _step(self) -> None:
         """One optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW."""
@@ -139,6 +154,9 @@ class Trainer:
                 assert delivered == assignment, (delivered, assignment)
                 self.record.phase("train")
                 sums = sums + loss_of(self.drafter, microbatch, features, self.same, backward=True)
+                if self.initial is not None:
+                    self.record.phase(PHASE)
+                    self.initial.add(microbatch, features)
             except torch.OutOfMemoryError:
                 complaint = OUT_OF_MEMORY
                 break
@@ -160,7 +178,10 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        self._log(sums, waits, norm, rate, finite, started)
+        self._log(sums, waits, norm, rate, finite, time.monotonic() - started - seconds.get(PHASE, 0.0))
+        if self.initial is not None and self.state.step == self._first_epoch_end:
+            self._write_initial_loss(self.initial)
+            self.initial = None
 
     def _agree(
         self, sums: LossSums, complaint: str, seconds: dict[str, float]
@@ -200,7 +221,7 @@ class Trainer:
         return LossSums(**shaped), {name: value / ranks for name, value in zip(names, total[3:7])}
 
     def _log(
-        self, sums: LossSums, waits: dict[str, float], norm: float, rate: float, finite: bool, started: float
+        self, sums: LossSums, waits: dict[str, float], norm: float, rate: float, finite: bool, seconds: float
     ) -> None:
         """Count the step as completed and write its line.
 
@@ -208,7 +229,6 @@ class Trainer:
             RunFailed: a step that is not finite, where `training.nonfinite` does not let it pass.
         """
         state, summary = self.state, self.schedule.step_summary(self.state.step)
-        seconds = time.monotonic() - started
         supervised = float(sums.weight_sum) > 0
         state.step += 1
         state.updates += finite and supervised
@@ -255,6 +275,8 @@ class Trainer:
         if not due or state.validated_step == state.step or not self.num_validation_groups:
             return
         self.record.phase("validate", step=state.step)
+        if self.world.is_leader:
+            self.reporter.busy(f"validating at step {state.step}")
         self.gradients.gather_weights()
         sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
         complaint = ""
@@ -304,17 +326,10 @@ class Trainer:
         self.checkpoints.save(self.state, self.drafter, self.optimizer, wait=wait)
         self.saved_step, self.last_save = self.state.step, time.monotonic()
 
-    def _roles(self) -> dict[str, Any]:
-        """Seconds of this process's life that each role spent on what, and what follows for the split."""
-        layout = self.world.layout
-        by_role: dict[str, dict[str, float]] = {}
-        for record in read_records(self.run.directory):
-            seconds = by_role.setdefault(record["role"], {})
-            for kind, value in record["seconds"].items():
-                seconds[kind] = seconds.get(kind, 0.0) + value
-        work = [sum(s.get(kind, 0.0) for s in by_role.values()) for kind in ("capture", "train")]
-        sizes = {"num_targets": len(layout.targets), "num_drafters": len(layout.drafters)}
-        return {"seconds": by_role, "advice": split_advice(*work, **sizes, split=layout.split)}
+    def _write_initial_loss(self, initial: InitialLoss) -> None:
+        found = initial.result(self.world.sum)
+        if self.world.is_leader:
+            _write_json(self.run.directory / "initial_loss.json", found)
 
     def _empty_pass(self, drafter: DFlashDrafter) -> LossSums:
         """Forward and backward of one token without an anchor: zero gradients for all weights."""
@@ -341,10 +356,6 @@ class Trainer:
             alone = Checkpointer(self.checkpoints.directory, keep_last=self.config.keep_last, group=None)
             alone.save(self.state, self.drafter, self.optimizer, wait=True)
 
-    def _host(self, delivery: Delivery) -> Delivery:
-        assignment, microbatch, features = delivery
-        return assignment, microbatch, features.to(torch.device("cpu"))
-
     def _finish(self) -> None:
         """Export the best drafter by validation loss (the last where nothing was validated); write
         summary.json.
@@ -361,52 +372,13 @@ class Trainer:
         drafter = DFlashDrafter(self.drafter.shape)
         drafter.load_state_dict(whole)
         save_drafter(drafter, self.run.directory / "drafter")
-        summary = summarise(self.state, self.run, exported)
-        summary["roles"] = self._roles()
+        summary = summarise(self.state, self.run, exported, self.world.layout)
         if len({*self.world.layout.drafters, *self.world.layout.targets}) > 1:
             self.reporter.say(summary["roles"]["advice"])
-        partial = self.run.directory / "summary.tmp"
-        partial.write_text(json.dumps(summary, indent=1))
-        os.replace(partial, self.run.directory / "summary.json")
+        _write_json(self.run.directory / "summary.json", summary)
 
 
-def summarise(state: State, run: Run, exported_step: int | None) -> dict[str, Any]:
-    """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come
-    from.
-    """
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if torch.cuda.is_available():
-        memory = torch.cuda.max_memory_allocated()
-    return {
-        "run_key": run.run_key,
-        "steps": state.step,
-        "updates": state.updates,
-        "samples": state.samples,
-        "tokens": state.tokens,
-        "tokens_per_second": state.tokens / state.train_seconds if state.train_seconds else 0.0,
-        "train_seconds": state.train_seconds,
-        "capture_seconds": state.capture_seconds,
-        "drafter_seconds": state.drafter_seconds,
-        "loss_first": state.loss_first,
-        "loss_last": state.loss_last,
-        "nonfinite_steps": state.nonfinite_steps,
-        "validation_first": state.validation_first,
-        "validation_last": state.validation_last,
-        "best_step": state.best_step,
-        "best_validation_loss": state.best_value,
-        "exported_step": exported_step,
-        "peak_memory_bytes": memory,
-        "mlflow_run_id": state.mlflow_run_id,
-    }
-
-
-def out_of_memory_advice(run: Run) -> str:
-    """What to change, with the values that were too much."""
-    batching, training = run.config.batching, run.config.training
-    return (
-        f"out of memory: lower training.max_draft_slots (now {training.max_draft_slots}; peak memory of the "
-        "drafter "
-        f"follows it, the result does not change), or batching.token_budget (now {batching.token_budget}; "
-        "slots of "
-        "the target's forward), or set training.parallel to fsdp2 (optimizer and master weights sharded)"
-    )
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(value, indent=1))
+    os.replace(partial, path)

@@ -17,9 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
-RECENT_STEPS = (
-    50  # whose mean time predicts the rest: the first epoch may capture what later ones read from a cache
-)
+RECENT_STEPS = 50  # whose mean time predicts the rest
 
 
 class MetricsFile:
@@ -44,12 +42,16 @@ class MetricsFile:
 class Reporter:
     """A progress bar in a terminal; elsewhere a line about every ten seconds, the first and last step
     included.
+
+    Args:
+        capture_end: the step from which captured states come from a cache, so that no capture is to be
+            expected of later steps; the last step where there is none.
     """
 
-    def __init__(self, total_steps: int, completed_steps: int) -> None:
-        self.total, self.first = total_steps, completed_steps
-        self._last_line = time.monotonic()
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+    def __init__(self, total_steps: int, completed_steps: int, capture_end: int) -> None:
+        self.total, self.first, self.capture_end = total_steps, completed_steps, capture_end
+        self._last_line = 0.0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # whole, without capture
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
@@ -65,11 +67,22 @@ class Reporter:
         else:
             print(text, flush=True)
 
+    def busy(self, text: str) -> None:
+        """What the run does between steps."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, text=text)
+        elif time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            print(text, flush=True)
+
     def step(self, completed: int, metrics: dict[str, Any]) -> None:
         """Show how far the run is."""
         loss = metrics["train/loss"]
-        self._recent.append(metrics["perf/step_seconds"])
-        left = sum(self._recent) / len(self._recent) * (self.total - completed)
+        seconds = metrics["perf/step_seconds"]
+        self._recent.append((seconds, seconds - metrics["perf/capture_seconds"]))
+        whole, trained = (sum(column) / len(self._recent) for column in zip(*self._recent))
+        capturing = max(0, self.capture_end - completed)
+        left = whole * capturing + trained * (self.total - completed - capturing)
         text = (
             f"step {completed}/{self.total}  loss {'-' if loss is None else f'{loss:.3f}'}  "
             f"position 1 {metrics['train/accuracy_position_1']:.1%}  "

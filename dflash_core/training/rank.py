@@ -29,9 +29,11 @@ from dflash_core.training.feed import (
     validation_groups,
     validation_rows,
 )
-from dflash_core.training.loop import Trainer, out_of_memory_advice
+from dflash_core.training.initial_loss import InitialLoss
+from dflash_core.training.loop import Trainer
 from dflash_core.training.probe import probe
 from dflash_core.training.setup import Run
+from dflash_core.training.summary import out_of_memory_advice
 from dflash_core.training.supervise import RankRecord, RunFailed, StopSignal
 from dflash_core.training.topology import assignments_of_rank
 from dflash_core.training.transfer import capture_here, receive, serve
@@ -100,6 +102,7 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
             spec=spec,
             num_validation_groups=len(groups),
             decode=_decoder(run, world, schedule, target, stop),
+            initial=InitialLoss(drafter, same) if config.check_initial_loss and chosen is None else None,
         )
         if world.is_leader:
             check_free_disk(run.directory, drafter.num_parameters(), config.keep_last)

@@ -221,9 +221,8 @@ def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: py
     from tasks import compare
 
     recorder = Recorder(monkeypatch)
-    monkeypatch.setattr(
-        compare, "initial_loss", lambda run_dir, *, label: {"loss": 4.0, "anchor_digest": "a"}
-    )
+    same = {"loss": 4.0, "anchor_digest": "a"}
+    monkeypatch.setattr(compare, "read_initial_loss", lambda run_dir: same)
     found = compare_strategies(**merge(place, {"strategies": ["sorted", "packed"], "seeds": [0, 1]}))
     assert recorder.take().count("train") == 4
     assert set(found["strategies"]) == {"sorted", "packed"} and found["seeds"] == [0, 1]

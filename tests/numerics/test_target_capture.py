@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash_core.config import UserError
+from dflash_core.kernels.linear_cross_entropy import linear_argmax
 from dflash_core.model.target import DecodeCache, Target, target_layer_ids
 from tests.tiny_target import make_tiny_target
 
@@ -123,10 +124,7 @@ def test_layers_behind_the_last_captured_one_do_not_run(tiny_target_dir: Path) -
     assert torch.equal(first, second.features)
 
 
-def test_argmax_labels_are_what_the_target_would_write(
-    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dflash_core.model.target.HEAD_CHUNK_BYTES", 3 * 512 * 4)  # three rows at a time
+def test_argmax_of_captured_states_is_what_the_target_would_write(tiny_target_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.float32)
     target = Target.load(tiny_target_dir, layer_ids=[1], compute_dtype="float32")
     tokens = random_tokens(512)
@@ -139,8 +137,11 @@ def test_argmax_labels_are_what_the_target_would_write(
         with torch.inference_mode():
             logits = model(torch.as_tensor(tokens[None, start : row + 1])).logits
         expected.append(int(logits[0, -1].argmax()))
-    assert target.argmax_labels(last, rows).tolist() == expected
-    assert target.argmax_labels(last, rows[:0]).tolist() == []
+    assert linear_argmax(last[rows], target.head_weight).tolist() == expected
+    assert linear_argmax(last[:0], target.head_weight).tolist() == []
+    assert target.logits(last[rows]).argmax(-1).tolist() == expected
+    many = last.repeat(10, 1)  # more rows than the transposed product is for
+    torch.testing.assert_close(target.logits(many)[: len(last)], target.logits(last))
 
 
 def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_dir: Path) -> None:

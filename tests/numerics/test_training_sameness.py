@@ -8,6 +8,7 @@ samples without anchors, and steps with fewer microbatches than ranks.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -24,7 +25,12 @@ from tests.training_run import losses, read_metrics, write_run
 STEPS = 20
 COMMON = {
     "batching": {"tokens_per_step": 200},
-    "training": {"max_steps": STEPS, "validate_every": 100, "checkpoint_every_steps": 100},
+    "training": {
+        "max_steps": STEPS,
+        "validate_every": 100,
+        "checkpoint_every_steps": 100,
+        "check_initial_loss": True,
+    },
 }
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "two colocated": {"num_drafter_ranks": 2},
@@ -72,6 +78,26 @@ def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path
             assert found[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
     final = [read_metrics(d, "validation/loss")[STEPS]["validation/loss"] for d in (alone, run_dir)]
     assert final[1] == pytest.approx(final[0], rel=1e-5)
+    assert_same_initial_loss(alone, run_dir)
+
+
+@pytest.mark.parametrize("strategy", ["random", "sorted_fresh"])
+def test_every_strategy_has_the_same_initial_loss(
+    strategy: str, root: Path, alone: Path, tiny_target_dir: Path
+) -> None:
+    """Other company, padded rows, another order: the same samples with the same anchors."""
+    changes = {**COMMON, "batching": {**COMMON["batching"], "strategy": strategy}}
+    run_dir, config = write_run(root, tiny_target_dir, changes, name=strategy)
+    run_ranks(run_dir, config)
+    assert losses(run_dir)[0] != pytest.approx(losses(alone)[0], rel=1e-3)  # the steps do differ
+    assert_same_initial_loss(alone, run_dir)
+
+
+def assert_same_initial_loss(alone: Path, run_dir: Path) -> None:
+    expected, found = (json.loads((d / "initial_loss.json").read_text()) for d in (alone, run_dir))
+    for field in ("loss", "weight_sum"):
+        assert found.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
+    assert found == expected and found["num_samples"] > 20 and int(found["anchor_digest"], 16) > 0
 
 
 def start_on_two_machines(run_dir: Path, config: Any) -> None:
