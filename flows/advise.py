@@ -14,13 +14,13 @@ from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import FlowOptions
+from flows.deployments import AdviseOptions
 from flows.entry import run_flow
 from tasks import report
 
 
 @run_flow("advise")
-def advise(config: RunConfig, options: FlowOptions) -> dict[str, object]:
+def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
     """Returns the predicted figures of each strategy and the recommendation."""
     from dflash_core.batching import advice
 
@@ -29,7 +29,7 @@ def advise(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
-    model, basis = steps.cost_model(config, options, target, dataset, edges)
+    model, basis = steps.cost_model(config, options, target, dataset, measure=options.measure)
     forecasts = steps.forecast(config, dataset, edges, model)
     strategy, reason = advice.recommend(forecasts)
     own = next(f for f in forecasts if f.strategy == config.batching.strategy).prediction

@@ -36,6 +36,7 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
+    model, _ = steps.cost_model(config, options, target, dataset)
     results = []
     for seed in options.seeds:
         seeded = replace(config, training=replace(config.training, seed=seed))
@@ -53,6 +54,7 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
                     plans=plans[strategy],
                     trained=trained,
                     evaluation=evaluated["evaluation"],
+                    predicted_seconds=steps.predict_seconds(own, plans[strategy], model),
                     initial=compare.read_initial_loss(Path(trained["run_dir"])),
                 )
             )

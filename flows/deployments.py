@@ -57,6 +57,13 @@ class EvaluateOptions(FlowOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdviseOptions(FlowOptions):
+    """advise: what predictions rest on."""
+
+    measure: bool = True  # run a few microbatches on this machine; false: shapes and an assumed speed
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreviewOptions(FlowOptions):
     """preview-data: how much to show."""
 
@@ -97,7 +104,7 @@ FLOWS = {
         "train every batching strategy on the same samples and anchors", CompareOptions
     ),
     "evaluate-drafter": FlowInfo("real speculative decoding with a trained drafter", EvaluateOptions),
-    "advise": FlowInfo("what each batching strategy would cost on this data, before training"),
+    "advise": FlowInfo("what each batching strategy would cost on this data, before training", AdviseOptions),
     "preview-data": FlowInfo(
         "show samples as the drafter will see them: text, loss mask, anchors", PreviewOptions
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
+from dflash_core.batching.cost import CostModel, predict
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import advice, buckets, compare, ingest, length_profile, plans, report, runs, target, train
+from tasks import advice, buckets, compare, ingest, length_profile, plans, report, target, train
 from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
@@ -357,23 +357,45 @@ def write_comparison(
 
 
 def cost_model(
-    config: RunConfig, options: FlowOptions, target_pointer: Pointer, dataset: Dataset, edges_pointer: Pointer
-) -> tuple[Any, str]:
+    config: RunConfig,
+    options: FlowOptions,
+    target_pointer: Pointer,
+    dataset: Dataset,
+    *,
+    measure: bool = True,
+) -> tuple[CostModel, str]:
     """What a microbatch costs, and where the constants come from."""
-    model = advice.shape_model(target_directory(config, target_pointer), config)
-    latest = runs.latest_directory(config)
-    summary, described = latest / "summary.json", runs.read_run(latest)
-    if not summary.is_file() or described is None or described["config"]["target"]["cache"] != "none":
-        return model, "from shapes and an assumed speed of the device"
-    strategy = described["config"]["batching"]["strategy"]
-    [pointer, *_] = make_plans(config, options, dataset, edges_pointer, [strategy])[strategy]
-    measured = json.loads(summary.read_text(encoding="utf-8"))
-    return advice.scale_to_measured(
-        model, measured, load_plan(config, pointer)
-    ), f"scaled to run {latest.resolve().name}"
+    directory = target_directory(config, target_pointer)
+    if not measure:
+        return advice.shape_model(directory, config), "from shapes and an assumed speed of the device"
+    pointer = advice.calibrate(
+        root_of(config),
+        label="calibrate",
+        after=[target_pointer, *dataset.pointers],
+        refresh="calibrate" in options.refresh,
+        **advice.calibration_inputs(
+            config,
+            target_fingerprint=target_pointer["fingerprint"],
+            dataset_digest=dataset.digest,
+            target=directory,
+            shards=dataset.shards,
+        ),
+    )
+    basis = f"calibrated on {pointer['num_microbatches']} microbatches measured here"
+    return CostModel(**pointer["constants"]), basis
 
 
-def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: Any) -> list[Any]:
+def predict_seconds(config: RunConfig, epochs: Sequence[Pointer], model: CostModel) -> float | None:
+    """Seconds of capture and drafter that the epochs of a run should take on one process; None for a run that
+    captures once and trains often, or ends early.
+    """
+    if config.target.cache != "none" or config.training.max_steps is not None:
+        return None
+    used = [load_plan(config, pointer) for pointer in epochs[: config.training.epochs]]
+    return sum(predict(plan.work, model).seconds for plan in used)
+
+
+def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: CostModel) -> list[Any]:
     """Each strategy on these lengths, fastest first."""
     from dflash_core.batching.advice import forecast_strategies
 

@@ -1,17 +1,17 @@
-"""The cost model of a run before it is trained: from the target's shape, scaled to a measured run where there
-is one.
-"""
+"""The cost model of a run before it is trained: measured on this machine, or from the target's shape alone."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import os
+import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.batching.cost import CostModel, predict
-from dflash_core.config import RunConfig
+from dflash_core.batching.cost import CostModel
+from dflash_core.config import RunConfig, from_dict, to_dict
+from tasks.stages import stage, write_json
 
 CPU_FLOPS, GPU_FLOPS = 1e11, 4e14  # sustained, where nothing was measured
 
@@ -34,22 +34,86 @@ def shape_model(target_directory: Path, config: RunConfig) -> CostModel:
         vocab_size=shape["vocab_size"],
         num_captured_layers=config.drafter.num_captured_layers,
         draft_layers=config.drafter.num_layers,
+        label_share=0.6 if config.objective.labels == "target" else 0.0,
         flops_per_second=GPU_FLOPS if on_gpu else CPU_FLOPS,
         seconds_per_microbatch=5e-3 if on_gpu else 2e-2,
     )
 
 
-def scale_to_measured(model: CostModel, summary: Mapping[str, Any], plan: Any) -> CostModel:
-    """The model with its capture and its training constants scaled to what a run spent.
+def machine() -> str:
+    """What measured seconds belong to."""
+    import torch
 
-    Args:
-        summary: summary.json of a run with the same target and drafter, states not kept between epochs.
-        plan: a `BatchPlan` of one of its epochs.
-    """
-    predicted, epochs = predict(plan.work, model), summary["tokens"] / max(1, int(plan.tokens.sum()))
-    scales = {
-        "capture": summary["capture_seconds"] / epochs / predicted.capture_seconds,
-        "train": summary["drafter_seconds"] / epochs / predicted.train_seconds,
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{platform.node()}, {os.cpu_count()} cores" + "".join(f", {name}" for name in gpus)
+
+
+@stage(
+    "calibrate",
+    version=1,
+    sources=("dflash_core.batching.cost",),  # faster code is not another version: `refresh` measures again
+    locations=("where",),
+)
+def calibrate(
+    out: Path,
+    *,
+    machine: str,
+    target_fingerprint: str,
+    dataset_digest: str,
+    settings: dict[str, Any],
+    where: dict[str, Any],
+) -> dict[str, Any]:
+    """Writes calibration.json: what a few microbatches took, and the constants of the cost model."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from dflash_core.training.calibrate import calibrate as measure
+    from dflash_core.training.setup import Run
+
+    del machine, target_fingerprint, dataset_digest  # the key
+    disable_progress_bar()
+    run = Run(
+        directory=out,
+        config=from_dict(RunConfig, {**where["config"], **settings}),
+        run_key="",
+        target=Path(where["target"]),
+        shards=tuple(map(Path, where["shards"])),
+        plans=(),
+        cache=out,
+        total_steps=None,
+        mlflow_run_id=None,
+    )
+    found = measure(run, _show_progress)
+    constants = asdict(found.model)
+    measured = {
+        "capture_seconds": found.capture_seconds.tolist(),
+        "train_seconds": found.train_seconds.tolist(),
+        "fitted_seconds": found.fitted_seconds.tolist(),
     }
-    scaled = {f.name: getattr(model, f.name) * scales[f.name.split("_")[0]] for f in fields(model)}
-    return replace(model, **scaled)
+    write_json(out / "calibration.json", {"constants": constants, **measured})
+    return {"constants": constants, "num_microbatches": len(found.capture_seconds)}
+
+
+def calibration_inputs(
+    config: RunConfig, *, target_fingerprint: str, dataset_digest: str, target: Path, shards: list[str]
+) -> dict[str, Any]:
+    """What decides the seconds of a microbatch."""
+    settings = to_dict(config)
+    training = {name: settings["training"][name] for name in ("device", "compute_dtype", "max_draft_slots")}
+    return {
+        "machine": machine(),
+        "target_fingerprint": target_fingerprint,
+        "dataset_digest": dataset_digest,
+        "settings": {
+            "target": settings["target"],
+            "drafter": settings["drafter"],
+            "objective": settings["objective"],
+            "batching": {"token_budget": config.batching.token_budget},
+            "training": training,
+        },
+        "where": {"config": {"data": settings["data"]}, "target": str(target), "shards": shards},
+    }
+
+
+def _show_progress(done: int, total: int) -> None:
+    if done in (1, total) or done % 4 == 0:
+        print(f"calibration: {done}/{total} microbatches measured", flush=True)

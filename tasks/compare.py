@@ -24,6 +24,7 @@ SHOWN = {  # column of the report: figure
     "to sorted": "throughput_ratio_to_sorted",
     "capture tokens/s": "capture_tokens_per_second",
     "drafter tokens/s": "drafter_tokens_per_second",
+    "predicted / measured seconds": "predicted_to_measured",
     "padding efficiency": "padding_efficiency",
     "mixing, microbatch": "mixing_microbatch",
     "mixing, step": "mixing_step",
@@ -59,6 +60,7 @@ class Result:
     plans: list[dict[str, Any]]
     trained: dict[str, Any]
     evaluation: dict[str, Any]
+    predicted_seconds: float | None  # of capture and drafter, by the calibrated cost model
     initial: dict[str, Any] | None
 
 
@@ -105,6 +107,8 @@ def write_comparison(
         {key: r.evaluation for key, r in by_run.items()},
         {key: r.initial["loss"] for key, r in by_run.items() if r.initial is not None},
     )
+    for strategy, row in found["strategies"].items():
+        row["predicted_to_measured"] = predicted_to_measured([r for r in results if r.strategy == strategy])
     found |= {
         "deployment": settings.deployment,
         "edges": edges,
@@ -131,6 +135,14 @@ def write_comparison(
         )
     get_run_logger().info("comparison: %s", directory / "report.md")
     return found | {"directory": str(directory)}
+
+
+def predicted_to_measured(results: Sequence[Result]) -> float | None:
+    """Seconds by the cost model over seconds spent in capture and drafter, means over seeds."""
+    predicted = [r.predicted_seconds for r in results if r.predicted_seconds is not None]
+    summaries = [r.trained["summary"] for r in results]
+    spent = sum(s["capture_seconds"] + s["drafter_seconds"] for s in summaries)
+    return sum(predicted) / spent if len(predicted) == len(results) and spent else None
 
 
 def anchors_equal(results: Sequence[Result]) -> bool | None:
@@ -187,7 +199,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         "## Throughput and batches",
         report.markdown_table(*table(found, SHOWN)),
         "Throughput leaves out the first steps; tokens are real tokens, never slots. Capture and drafter are "
-        "each measured alone. Mixing 1 is as good as random samples.",
+        "each measured alone. Predicted seconds are those of the cost model, calibrated before training on a few "
+        "microbatches of this data on this machine. Mixing 1 is as good as random samples.",
         "![throughput](plots/throughput.png) ![efficiency](plots/efficiency_by_strategy.png)",
         "## Training",
         report.markdown_table(*table(found, TRAINED)),

@@ -1,7 +1,8 @@
 """Predicted seconds of a plan, from a few constants of the machine.
 
-A microbatch costs, in the frozen target, its slots, its attention pairs and something fixed; in the drafter,
-its real tokens (context projections), its draft slots (layers and vocabulary), the pairs of draft slot and
+A microbatch costs, in the frozen target, its slots, its attention pairs, its real tokens (the target's own
+labels meet the vocabulary; what is captured is copied) and something fixed; in the drafter, its real tokens
+(context projections), its draft slots (layers and vocabulary), the pairs of draft slot and
 context position, and something fixed. The constants come from measured microbatches (`fit`) or from
 floating-point operations (`CostModel.from_shapes`).
 """
@@ -45,6 +46,7 @@ class CostModel:
 
     capture_slot: float
     capture_pair: float
+    capture_token: float = 0.0
     capture_microbatch: float
     train_token: float
     train_draft_slot: float
@@ -57,6 +59,7 @@ class CostModel:
         return {
             "capture_slots": self.capture_slot * work.slots,
             "capture_attention": self.capture_pair * work.pairs,
+            "capture_labels": self.capture_token * work.tokens,
             "capture_fixed": self.capture_microbatch * ones,
             "train_context": self.train_token * work.tokens,
             "train_draft_slots": self.train_draft_slot * work.draft_slots,
@@ -95,7 +98,7 @@ class CostModel:
         if not (np.min(capture_seconds) > 0 and np.min(train_seconds) > 0):
             raise UserError("measured seconds: not above 0 in every microbatch")
         ones = np.ones(count)
-        capture = _nonnegative([work.slots, work.pairs, ones], capture_seconds)
+        capture = _nonnegative([work.slots, work.pairs, work.tokens, ones], capture_seconds)
         train = _nonnegative([work.tokens, work.draft_slots, work.draft_pairs, ones], train_seconds)
         names = [f.name for f in fields(cls)]
         return cls(**dict(zip(names, map(float, (*capture, *train)))))
@@ -111,11 +114,14 @@ class CostModel:
         vocab_size: int = 151_936,
         num_captured_layers: int = 5,
         draft_layers: int = 5,
+        label_share: float = 0.0,
         flops_per_second: float = 4e14,
         seconds_per_microbatch: float = 5e-3,
     ) -> CostModel:
         """Constants from matrix shapes alone; the defaults are an 8B target (layers run until the last
         captured one).
+
+        `label_share`: tokens whose label is the target's own argmax (`objective.labels: target`), as a share.
 
         A product of [m, k] and [k, n] is 2 m k n operations; backward adds two more of the same size where
         both sides need gradients, one where only one does (frozen head; captured states).
@@ -127,6 +133,7 @@ class CostModel:
         return cls(
             capture_slot=target_layers * layer / flops_per_second,
             capture_pair=target_layers * attention / 2 / flops_per_second,
+            capture_token=label_share * head / flops_per_second,
             capture_microbatch=seconds_per_microbatch,
             train_token=2.5 * context / flops_per_second,
             train_draft_slot=(3 * draft_layers * layer + 2 * head) / flops_per_second,

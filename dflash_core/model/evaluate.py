@@ -127,18 +127,23 @@ def evaluate(
     warm = Sampling(max_new_tokens=2, batch_size=1)
     plain_decode(target, prompts[:1], warm)
     speculative_decode(target, drafter, prompts[:1], warm)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))  # rows of a batch are padded
     plain, speculative = Decoded([], 0.0), Decoded([], 0.0)
     for first in range(0, len(prompts), sampling.batch_size):
-        batch = prompts[first : first + sampling.batch_size]
+        numbers = order[first : first + sampling.batch_size]
+        batch = [prompts[i] for i in numbers]
         for total, run in (
-            (plain, plain_decode(target, batch, sampling, first_prompt=first)),
-            (speculative, speculative_decode(target, drafter, batch, sampling, first_prompt=first)),
+            (plain, plain_decode(target, batch, sampling, numbers=numbers)),
+            (speculative, speculative_decode(target, drafter, batch, sampling, numbers=numbers)),
         ):
             total.generations += run.generations
             total.seconds += run.seconds
         if progress is not None:
             so_far = acceptance_report(speculative.generations, drafter.shape.block_size)
             progress(first + len(batch), len(prompts), so_far["acceptance_length"])
+    place = sorted(range(len(order)), key=order.__getitem__)  # of each prompt in what was decoded
+    for total in (plain, speculative):
+        total.generations = [total.generations[i] for i in place]
     differences = [] if sampling.temperature else compare(plain.generations, speculative.generations)
     return Evaluation(
         prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative, differences

@@ -25,7 +25,7 @@ heads, H head dim.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,14 +118,18 @@ class _Rows:
     """The unfinished rows of a batch: their answers, lengths and random streams."""
 
     def __init__(
-        self, target: Target, prompts: Sequence[Prompt], first_index: int, sampling: Sampling, margin: int
+        self,
+        target: Target,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        sampling: Sampling,
+        margin: int,
     ) -> None:
         self.target, self.sampling = target, sampling
         self.generations = [Generation() for _ in prompts]
         self.live = list(range(len(prompts)))
         self.streams = [
-            np.random.Generator(np.random.Philox(key=[sampling.seed, first_index + i]))
-            for i in range(len(prompts))
+            np.random.Generator(np.random.Philox(key=[sampling.seed, number])) for number in numbers
         ]
         lengths = [len(p.token_ids) for p in prompts]
         self.num_slots = max(lengths) + sampling.max_new_tokens + margin
@@ -180,17 +184,15 @@ class _Rows:
 
 @torch.inference_mode()
 def plain_decode(
-    target: Target, prompts: Sequence[Prompt], sampling: Sampling, *, first_prompt: int = 0
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, *, numbers: Sequence[int] | None = None
 ) -> Decoded:
     """The target alone, one token a step, with a cache: the baseline, and the truth of greedy decoding.
 
-    `first_prompt` is the number of the first prompt where these are a part of more: it names the random
-    streams.
+    `numbers` are those of the prompts where these are a part of more: they name the random streams.
     """
     started, generations = time.perf_counter(), []
-    for first in range(0, len(prompts), sampling.batch_size):
-        batch = prompts[first : first + sampling.batch_size]
-        rows = _Rows(target, batch, first_prompt + first, sampling, margin=0)
+    for batch, batch_numbers in _batches(prompts, numbers, sampling.batch_size):
+        rows = _Rows(target, batch, batch_numbers, sampling, margin=0)
         rows.prefill()
         rows.drop_finished()
         while rows.live:
@@ -210,7 +212,7 @@ def speculative_decode(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
-    first_prompt: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> Decoded:
     """The target's own output, several tokens a step where the drafter guesses right. See `plain_decode`.
 
@@ -221,9 +223,8 @@ def speculative_decode(
     block_size = drafter.shape.block_size
     slots_K = torch.arange(block_size, device=target.device)
     started, generations = time.perf_counter(), []
-    for first in range(0, len(prompts), sampling.batch_size):
-        batch = prompts[first : first + sampling.batch_size]
-        rows = _Rows(target, batch, first_prompt + first, sampling, margin=block_size)
+    for batch, batch_numbers in _batches(prompts, numbers, sampling.batch_size):
+        rows = _Rows(target, batch, batch_numbers, sampling, margin=block_size)
         features, positions = rows.prefill()
         context = DrafterContext(drafter, len(rows.live), rows.num_slots, like=target.embed_weight)
         context.append(features, positions)
@@ -253,6 +254,14 @@ def speculative_decode(
                 context.keep_rows(kept)
         generations += rows.generations
     return Decoded(generations, time.perf_counter() - started)
+
+
+def _batches(
+    prompts: Sequence[Prompt], numbers: Sequence[int] | None, batch_size: int
+) -> Iterator[tuple[Sequence[Prompt], Sequence[int]]]:
+    numbers = range(len(prompts)) if numbers is None else numbers
+    for first in range(0, len(prompts), batch_size):
+        yield prompts[first : first + batch_size], numbers[first : first + batch_size]
 
 
 def check_pair(target: Target, drafter: DFlashDrafter) -> None:

@@ -62,11 +62,12 @@ class KnowingContext(DrafterContext):
 
     answers: Sequence[Sequence[int]]
     right: int
+    order: Sequence[int]  # in which prompts are decoded
     started = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.prompts = list(range(KnowingContext.started, KnowingContext.started + self.num_rows))
+        self.prompts = list(self.order[KnowingContext.started : KnowingContext.started + self.num_rows])
         KnowingContext.started += self.num_rows
 
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -90,7 +91,7 @@ class KnowingContext(DrafterContext):
 def knowing(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[KnowingContext]]:
     long = plain_decode(target, PROMPTS, Sampling(max_new_tokens=40, batch_size=5))
     KnowingContext.answers = [g.token_ids for g in long.generations]
-    KnowingContext.started = 0
+    KnowingContext.started, KnowingContext.order = 0, range(len(PROMPTS))
     monkeypatch.setattr(speculate, "DrafterContext", KnowingContext)
     yield KnowingContext
 
@@ -118,6 +119,8 @@ def test_output_is_the_targets_own_with_a_random_drafter(
     assert found.lossless is True
     assert found.differences == []
     assert [len(g.token_ids) for g in found.speculative.generations] == [20] * 5
+    alone = [plain_decode(target, [p], Sampling(max_new_tokens=20)).generations[0] for p in PROMPTS]
+    assert [g.token_ids for g in found.plain.generations] == [g.token_ids for g in alone]  # in their order
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -263,7 +266,7 @@ def test_a_sampled_answer_does_not_depend_on_its_batch(target: Target, drafter: 
         g.token_ids for g in speculative_decode(target, drafter, PROMPTS, other).generations
     ]
     part = speculative_decode(
-        target, drafter, PROMPTS[3:], Sampling(max_new_tokens=10, temperature=1.0), first_prompt=3
+        target, drafter, PROMPTS[3:], Sampling(max_new_tokens=10, temperature=1.0), numbers=[3, 4]
     )
     assert [g.token_ids for g in part.generations] == answers[0][3:]
 
@@ -377,7 +380,7 @@ def test_the_report_holds_sets_and_one_record_a_prompt(
     target: Target, drafter: DFlashDrafter, knowing: type[KnowingContext]
 ) -> None:
     knowing.right = 1
-    knowing.started = -1  # the warm-up decodes the first prompt once more
+    knowing.order = [0, 4, 1, 3, 0, 2]  # the warm-up decodes the first prompt, then all come by length
     found = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=9, batch_size=5))
     report = found.report()
     assert report["acceptance_length"] == 2.0  # 8 tokens in 4 steps for each prompt

@@ -109,6 +109,7 @@ def code_digest(sources: tuple[str, ...]) -> str:
 
 
 def current() -> dict[str, dict[str, object]]:
+    import tasks.advice
     import tasks.buckets
     import tasks.evaluate
     import tasks.ingest

@@ -1,0 +1,151 @@
+"""Constants of the cost model from a few microbatches of the real data, measured on the machine at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dflash_core.batching.cost import CostModel, Work
+from dflash_core.data.store import TokenStore
+from dflash_core.training import setup
+from dflash_core.training.capture import TargetCapture
+from dflash_core.training.feed import Microbatch, build_microbatch
+from dflash_core.training.setup import Run
+from dflash_core.training.topology import Layout
+from dflash_core.training.validation import LossArguments, loss_of
+from dflash_core.training.world import World, pick_device
+
+MAX_SLOTS = 16_384  # of a measured microbatch: larger budgets are extrapolated
+ROUNDS = 2  # the faster one counts
+
+Choice = tuple[NDArray[np.int32], int]  # store rows, width (0: packed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was measured and what follows."""
+
+    model: CostModel
+    capture_seconds: NDArray[np.float64]  # [n]
+    train_seconds: NDArray[np.float64]  # [n]
+    fitted_seconds: NDArray[np.float64]  # [n], capture and training by the model
+
+
+def choose_microbatches(
+    lengths: NDArray[np.int32], rows: NDArray[np.int32], *, token_budget: int, can_pack: bool
+) -> list[Choice]:
+    """Microbatches that tell the constants apart: full and small, few long and many short rows, padding.
+
+    Lengths 4 1 1 2 and a budget of 8: packed [4], [1 1 2] (short ones, half the budget), a pack of random
+    samples of up to 8 and of up to 2 tokens; padded [4 1] and random samples in rows of one width.
+    """
+    budget = min(token_budget, MAX_SLOTS)
+    mixed = rows[np.random.default_rng(0).permutation(len(rows))]
+    rising = rows[np.argsort(lengths[rows], kind="stable")]
+
+    def within(candidates: NDArray[np.int32], slots: int) -> NDArray[np.int32]:
+        count = int(np.searchsorted(np.cumsum(lengths[candidates]), slots, side="right"))
+        return candidates[: max(1, count)]
+
+    def padded(candidates: NDArray[np.int32], slots: int) -> Choice:
+        widest = np.maximum.accumulate(lengths[candidates])
+        count = int(np.searchsorted(widest * np.arange(1, len(candidates) + 1), slots, side="right"))
+        chosen = candidates[: max(1, count)]
+        return chosen, int(lengths[chosen].max())
+
+    longest = rising[::-1]
+    uneven = np.concatenate([longest[:1], rising[:-1]])
+    choices = [padded(mixed, budget), padded(uneven, budget), padded(rising, budget // 2)]
+    choices += [padded(longest, budget // 2)]
+    if can_pack:
+        choices += [(longest[:1], 0), (within(rising, budget // 2), 0)]
+        choices += [(within(mixed, budget), 0), (within(mixed[::-1], budget // 4), 0)]
+    return choices
+
+
+def work_of(microbatches: list[Microbatch], block_size: int) -> Work:
+    """Counted work, as a plan counts it."""
+    columns: dict[str, list[int]] = {
+        "slots": [],
+        "pairs": [],
+        "tokens": [],
+        "draft_slots": [],
+        "draft_pairs": [],
+    }
+    for microbatch in microbatches:
+        lengths = np.diff(microbatch.cu_seqlens).astype(np.int64)
+        widths = np.full_like(lengths, microbatch.width) if microbatch.width else lengths
+        slots = np.bincount(microbatch.anchor_sample, minlength=len(lengths)) * block_size
+        columns["slots"].append(int(widths.sum()))
+        columns["pairs"].append(int((widths * widths).sum()))
+        columns["tokens"].append(int(lengths.sum()))
+        columns["draft_slots"].append(int(slots.sum()))
+        columns["draft_pairs"].append(int((slots * lengths).sum()))
+    return Work(**{name: np.array(values, dtype=np.int64) for name, values in columns.items()})
+
+
+def calibrate(run: Run, on_progress: Callable[[int, int], None] | None = None) -> Calibration:
+    """Capture and train on a few microbatches, forward and backward, and fit the constants.
+
+    Args:
+        run: its target, shards and settings; no plan is read and nothing is written.
+        on_progress: called with (measurements done, all).
+    """
+    config, device = run.config, pick_device(run.config.training)
+    world = World(Layout(False, (((0,), (0,)),)), 0, device, None, None, None)
+    store: TokenStore = run.open_store()
+    dtypes = setup.pick_dtypes(run, world, None)
+    target_config = setup.load_target_config(run)
+    ids = setup.layer_ids(run, target_config)
+    target = setup.load_target(run, world, ids, dtypes)
+    capture = TargetCapture(target, config.objective)
+    drafter = setup.build_drafter(run, target_config, ids, device)
+    heads = setup.load_heads(run, target_config, target, device, dtypes["drafter"])
+    mask, slots = drafter.shape.mask_token_id, config.training.max_draft_slots
+    same = LossArguments(heads, config.objective, mask, slots, device)
+    choices = choose_microbatches(
+        store.lengths,
+        store.train_indices,
+        token_budget=config.batching.token_budget,
+        can_pack=target.can_pack,
+    )
+    microbatches = [
+        build_microbatch(
+            store, rows, width, num_anchors=config.objective.num_anchors, seed=config.training.seed, epoch=0
+        )
+        for rows, width in choices
+    ]
+
+    def timed(microbatch: Microbatch) -> tuple[float, float]:
+        started = _now(device)
+        features = capture(microbatch)
+        captured = _now(device)
+        loss_of(drafter, microbatch, features, same, backward=True)
+        return captured - started, _now(device) - captured
+
+    timed(microbatches[-1])  # compilation, first touches of memory
+    seconds = np.full((len(microbatches), 2), np.inf)
+    for round_number in range(ROUNDS):
+        for i, microbatch in enumerate(microbatches):
+            seconds[i] = np.minimum(seconds[i], timed(microbatch))
+            if on_progress is not None:
+                on_progress(round_number * len(microbatches) + i + 1, ROUNDS * len(microbatches))
+    work = work_of(microbatches, drafter.shape.block_size)
+    model = CostModel.fit(work, capture_seconds=seconds[:, 0], train_seconds=seconds[:, 1])
+    return Calibration(
+        model=model,
+        capture_seconds=seconds[:, 0],
+        train_seconds=seconds[:, 1],
+        fitted_seconds=model.seconds(work),
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
