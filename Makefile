@@ -7,7 +7,7 @@ NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot server deploy worker ui clean
+.PHONY: help env quickstart test test-long check format kernels-aot serve server deploy worker ui clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +42,10 @@ format: $(INSTALLED)  ## apply lint fixes and format
 kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported chip (no GPU needed)
 	$(BIN)/python -m benchmarks.kernels_aot --grid
 
-# Prefect on loopback: `make server` in one terminal, `make worker` in another, then `make deploy` once and
+serve: $(INSTALLED)  ## Prefect server, UI and all deployments in one terminal
+	$(BIN)/python -m flows.serve
+
+# Prefect on loopback with pools: `make server` in one terminal, `make worker` in another, then `make deploy` once and
 # `prefect deployment run train-dflash/quickstart --watch` with PREFECT_API_URL=http://127.0.0.1:4200/api.
 PREFECT := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true \
 	MLFLOW_DISABLE_TELEMETRY=true PREFECT_API_URL=http://127.0.0.1:4200/api $(BIN)/prefect --no-prompt

@@ -16,32 +16,38 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from dflash_core.config import UserError
+
 STARTUP_SECONDS = 300.0  # idle machines need 10 to 15
 STOP_SECONDS = 5.0
 
 
 class EmbeddedServer:
-    """A Prefect server on a free loopback port, as a child in a session of its own; its database is
-    PREFECT_HOME's.
+    """A Prefect server on loopback, as a child in a session of its own; its database is PREFECT_HOME's.
+
+    Args:
+        port: None takes any free port, for one command alone; a port of the caller's choice comes with the UI
+            and with all services.
     """
 
-    def __init__(self, log_path: Path) -> None:
-        self.log_path = log_path
+    def __init__(self, log_path: Path, port: int | None = None) -> None:
+        self.log_path, self.port = log_path, port
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
     def start(self) -> None:
         """Starts the process and names it in PREFECT_API_URL; `wait` says when it answers."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port or 0))
+            except OSError as error:
+                raise UserError(f"port {self.port}: {error.strerror}; allowed: a free port") from error
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}/api"
-        environment = {
-            **os.environ,
-            "PREFECT_UI_ENABLED": "0",
-            "PREFECT__SERVER_EPHEMERAL": "1",
-            "PREFECT__SERVER_FINAL": "1",
-        }
+        environment = {**os.environ, "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
+        if self.port is None:
+            environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flows.embedded", str(port)],

@@ -141,7 +141,7 @@ def predicted_to_measured(results: Sequence[Result]) -> float | None:
     """Seconds by the cost model over seconds spent in capture and drafter, means over seeds."""
     predicted = [r.predicted_seconds for r in results if r.predicted_seconds is not None]
     summaries = [r.trained["summary"] for r in results]
-    spent = sum(s["capture_seconds"] + s["drafter_seconds"] for s in summaries)
+    spent = sum(s.get(part, 0.0) for s in summaries for part in ("capture_seconds", "drafter_seconds"))
     return sum(predicted) / spent if len(predicted) == len(results) and spent else None
 
 

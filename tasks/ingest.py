@@ -40,11 +40,7 @@ def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
 def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     """The settings that decide a shard, beside the file and the tokenizer."""
     rules = decisive(config.data)
-    for name in (
-        "files",
-        "validation_share",
-        "min_validation_samples",
-    ):  # these decide the set of shards, and its split
+    for name in ("files", "min_validation_samples"):  # these decide the set of shards, and its split
         del rules[name]
     if config.data.chat_template is not None:
         rules["chat_template"] = digests.of(Path(config.data.chat_template))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dflash_core.config import RunConfig
+from dflash_core.data.preview import pieces
 
 
 def choose(lengths: np.ndarray, num_samples: int) -> list[int]:
@@ -37,12 +38,14 @@ def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig) -> Te
         f"{len(anchors)} drawn, {'validation' if store.is_validation[row] else 'training'}\n",
         style="bold",
     )
-    starts = set(anchors.tolist())
-    for position, token in enumerate(token_ids):
-        style = "green" if loss_mask[position] else "dim"
-        text.append(
-            tokenizer.decode([int(token)]), style=f"{style} underline" if position in starts else style
-        )
+    starts = np.zeros(len(token_ids), dtype=bool)
+    starts[anchors] = True
+    styles = [
+        f"{'green' if supervised else 'dim'}{f' underline {i}' if start else ''}"
+        for i, (supervised, start) in enumerate(zip(loss_mask, starts))
+    ]
+    for piece, style in pieces(token_ids, styles, tokenizer.decode):
+        text.append(piece, style=" ".join(str(style).split()[:2]))
     return text
 
 

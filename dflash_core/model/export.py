@@ -88,9 +88,11 @@ def save_drafter(drafter: DFlashDrafter, directory: str | Path, *, dtype: torch.
         staging.chmod(0o755)
         for path in staging.iterdir():
             path.chmod(0o644)
+        old = staging.with_name(f"{staging.name}.old")
         if out.exists():
-            shutil.rmtree(out)
+            os.replace(out, old)  # a directory cannot be renamed over one that holds files
         os.replace(staging, out)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

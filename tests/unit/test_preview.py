@@ -1,0 +1,42 @@
+"""What a person sees of a sample: whole characters, supervised text green, one underline an anchor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from dflash_core.config import RunConfig
+from tasks.preview import choose, render_sample
+
+
+class Bytes:
+    """A tokenizer whose tokens are single bytes of UTF-8."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_a_sample_in_colours() -> None:
+    text = "a\x1b é!"
+    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)  # a ESC space C3 A9 !
+    store = SimpleNamespace(
+        token_ids=lambda row: ids,
+        loss_mask=lambda row: np.array([0, 0, 0, 1, 1, 1], np.uint8),
+        sample_id=lambda row: b"x" * 16,
+        sources=["chats"],
+        source_id=[0],
+        is_validation=[False],
+    )
+    shown = render_sample(store, 0, Bytes(), RunConfig())
+    head, body = shown.plain.split("\n", 1)
+    assert head == "sample 0, source chats: 6 tokens, 3 supervised, 2 eligible anchors, 2 drawn, training"
+    assert body == "a\u241b é!"  # the escape of the data cannot drive a terminal
+    styled = {shown.plain[s.start : s.end]: str(s.style) for s in shown.spans}
+    assert styled["a\u241b "] == "dim"
+    assert styled["é"] == "green underline" and styled["!"] == "green"
+
+
+def test_shown_samples_are_spread_over_the_lengths() -> None:
+    assert choose(np.array([5, 1, 9, 3, 7]), 3) == [1, 0, 2]
+    assert choose(np.array([5, 1]), 3) == [1, 0]
