@@ -321,6 +321,10 @@ class RunConfig:
 
     deployment: str = execution_field("default")
     storage_root: str = execution_field("runs")
+    # who runs the tasks of files and epochs: threads of the flow's process, or a Dask or Ray cluster (extras `dask`,
+    # `ray`) whose machines see storage_root and the data under the same paths
+    task_runner: Literal["threads", "dask", "ray"] = execution_field("threads")
+    task_runner_address: str | None = execution_field(None)  # of the cluster; None: one on this machine
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -330,6 +334,14 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.task_runner_address is None or self.task_runner != "threads",
+            "task_runner_address",
+            self.task_runner_address,
+            "null with task_runner threads",
+        )
 
 
 def to_dict(config: Any) -> dict[str, Any]:

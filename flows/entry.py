@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from dflash_core.config import RunConfig
 from flows import deployments
 from flows.deployments import FlowOptions
+from flows.runners import task_runner
 from tasks.files import check_files
 from tasks.tracking import close_runs_of_flow
 
@@ -88,7 +89,8 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
                 given["deployment"] = deployment
             config, options = deployments.resolve(name, named, given)
             check_files(config)
-            return function(config, options)
+            with task_runner(config):
+                return function(config, options)
 
         signature = _signature(info.options)
         entry.__signature__ = signature  # type: ignore[attr-defined]

@@ -231,3 +231,38 @@ def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: py
     assert json.loads((directory / "report.json").read_text())["recommendation"] == found["recommendation"]
     assert (directory.parent / "latest").resolve() == directory.resolve()
     assert {p.name for p in (directory / "plots").iterdir()} >= {"throughput.png", "loss_samples.png"}
+
+
+def test_ingest_on_a_dask_cluster_writes_the_same_bytes(place: dict) -> None:
+    """Two worker processes against threads: every file of every shard and every plan is byte-equal."""
+    pytest.importorskip("prefect_dask", reason="the extra `dask` is not installed")
+    from flows.rebucket import rebucket
+
+    root = Path(place["storage_root"])
+    for seed in (1, 2, 3):
+        write_rows(Path(place["data"]["files"][0]) / f"more-{seed}.jsonl", 20, seed=seed)
+
+    def written() -> dict[str, bytes]:
+        found = {}
+        for stage in ("ingest", "plan"):
+            for path in (root / "store" / stage).rglob("*"):
+                if path.is_file():
+                    found[path.relative_to(root).as_posix()] = path.read_bytes()
+        return found
+
+    rebucket(**place)
+    expected = written()
+    assert sum(name.endswith("tokens.bin") for name in expected) == 4
+    shutil.rmtree(root / "store")
+    rebucket(**{**place, "task_runner": "dask"})
+    assert written() == expected
+
+
+def test_a_runner_that_is_not_installed_is_one_message(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from flows.rebucket import rebucket
+
+    monkeypatch.setitem(sys.modules, "prefect_ray", None)
+    with pytest.raises(UserError, match=r"task_runner: 'ray' needs a package.*train-dflash\[ray\]"):
+        rebucket(**{**place, "task_runner": "ray"})
