@@ -42,17 +42,16 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
 
 
 def plan_figures(plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Each strategy's figures, means over the epochs that were planned; repeated pairs from the second epoch
-    on.
+    """All of each strategy's plan metrics, means over the epochs that were planned; what compares with the
+    epoch before from the second epoch on.
     """
     figures: dict[str, dict[str, float]] = {}
     for strategy, epochs in plans.items():
         metrics = [pointer["metrics"] for pointer in epochs]
         figures[strategy] = {}
-        for name in PLAN_FIGURES:
+        for name in dict.fromkeys(name for m in metrics for name in m):
             values = [m[name] for m in metrics if name in m]
-            if values:
-                figures[strategy][name] = sum(values) / len(values)
+            figures[strategy][name] = sum(values) / len(values)
     return figures
 
 
@@ -218,6 +217,16 @@ def plans_table(plans: Mapping[str, Mapping[str, float]]) -> str:
     return markdown_table(header, rows)
 
 
+def all_plan_figures(plans: Mapping[str, Mapping[str, float]]) -> str:
+    """Every metric of `plan_metrics`, a row each, a strategy a column."""
+    names = dict.fromkeys(name for figures in plans.values() for name in figures)
+    rows = [
+        [name.replace("_", " "), *(show(figures.get(name), 4) for figures in plans.values())]
+        for name in names
+    ]
+    return markdown_table(["", *plans], rows)
+
+
 def to_markdown(report: Mapping[str, Any]) -> str:
     """report.md."""
     data, rejects = report["dataset"], report["dataset"]["rejects"]
@@ -236,6 +245,8 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "mean length between microbatches or steps over its value for samples drawn at random: 1 is as good "
         "as random.",
         plans_table(report["plans"]),
+        "All figures of the plans (`dflash_core/batching/metrics.py`):",
+        all_plan_figures(report["plans"]),
         "![efficiency by strategy](plots/efficiency_by_strategy.png) ![efficiency](plots/efficiency.png)",
         "## Training\n\n![loss](plots/loss.png)",
         "## Acceptance\n\n![acceptance by position](plots/acceptance.png)",
@@ -316,6 +327,7 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
         "final/tokens_per_second": report["train"]["tokens_per_second"],
         "final/acceptance_length": evaluation.get("acceptance_length"),
         **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES},
+        **{f"batch/{name}": value for name, value in plan.items() if name not in PLAN_FIGURES},
     }
     for position, rate in enumerate(evaluation.get("acceptance_by_position") or [], start=1):
         metrics[f"accept/position_{position}"] = rate

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,3 +211,82 @@ def test_interrupt_ends_every_process_and_the_next_run_resumes(tmp_path: Path, t
     client = mlflow.MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
     points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
     assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
+
+
+def executed(done: subprocess.CompletedProcess) -> list[str]:
+    """Stages that ran in a command, with their counts, such as ["edges", "plan 2", "train"]."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = re.findall(r"Task run '([^']*)' - Finished in state Completed", done.stderr)
+    counts: dict[str, int] = {}
+    for name in ran:
+        first = {"length": "profile", "bucket": "edges", "train": "", "report": ""}.get(
+            name.split()[0], name.split()[0]
+        )
+        counts[first] = counts.get(first, 0) + 1
+    for status in ("new", "resuming"):
+        if f"training: {status} run" in done.stderr:
+            counts["train"] = 1
+    counts.pop("", None)
+    return sorted(name if count == 1 else f"{name} {count}" for name, count in counts.items())
+
+
+@pytest.mark.long
+def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -> None:
+    """The table of stages and changes, a process a row, with real training and decoding."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, target)
+    place = Place(tmp_path, target)
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "a.jsonl").rename(data / "a.jsonl")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def area"}\n')
+    common: dict[str, Any] = {"data": {"files": ["data"], "min_validation_samples": 4, "limit": None}}
+
+    def ran(**sections: Any) -> list[str]:
+        merged = {
+            **common,
+            **{k: {**BASE.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()},
+        }
+        return executed(place.run(**merged))
+
+    assert ran() == ["edges", "evaluate", "ingest", "plan 10", "profile", "target", "train"]
+    assert ran() == []
+    os.utime(data / "a.jsonl", ns=(1, 1))
+    assert ran() == []
+    assert ran(training={"checkpoint_every_steps": 3, "log_every": 2, "max_draft_slots": 128}) == []
+    assert ran(batching={"num_buckets": 3}) == ["edges", "plan 2"]
+    assert ran(batching={"strategy": "bucketed"}) == ["evaluate", "train"]
+    assert ran(batching={"strategy": "bucketed", "num_buckets": 3}) == ["evaluate", "train"]
+    assert ran(batching={"token_budget": 600}) == ["edges", "evaluate", "plan 10", "train"]
+    assert ran(training={"seed": 1}) == ["evaluate", "plan 10", "train"]
+    assert ran(optimizer={"lr": 0.002}) == ["evaluate", "train"]
+    assert ran(evaluation={"prompts": ["prompts.jsonl"]}) == ["evaluate"]
+    shutil.rmtree(next((tmp_path / "runs" / "store" / "edges").iterdir()))
+    assert "edges" in ran()
+    write_rows(data / "b.jsonl", 30, seed=1)
+    assert ran() == ["edges", "evaluate", "ingest", "plan 10", "profile", "train"]
+    config = target / "generation_config.json"
+    config.write_text(config.read_text().replace("{", '{"a_note": "another target",', 1))
+    assert ran() == ["evaluate", "target", "train"]
+    tokenizer = target / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace("{", '{"a_note": "another tokenizer",', 1))
+    assert ran() == ["evaluate", "ingest 2", "target", "train"]
+    # a stage killed half-way
+    write_rows(data / "c.jsonl", 30_000, seed=2)
+    command = place.arguments("rebucket", **common)
+    child = subprocess.Popen(
+        command, cwd=place.path, env=place.environment(), stderr=subprocess.PIPE, start_new_session=True
+    )
+    give_up = time.monotonic() + 120
+    while not list((tmp_path / "runs" / "store" / "ingest").glob(".*")) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    before = {
+        p.name for p in (tmp_path / "runs" / "store" / "ingest").iterdir() if not p.name.startswith(".")
+    }
+    assert len(before) == 4 and list((tmp_path / "runs" / "store" / "ingest").glob(".*"))
+    done = place.run("rebucket", **common)
+    assert executed(done)[:2] == ["edges", "ingest"]
+    assert not list((tmp_path / "runs" / "store" / "ingest").glob(".*"))

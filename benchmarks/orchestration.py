@@ -1,0 +1,88 @@
+"""What orchestration costs: a second run of train-dflash/quickstart with nothing to do, with one file and with many.
+
+    python -m benchmarks.orchestration [--files 500]
+
+Runs the flow as a command, without a server, on a tiny random target and small JSONL files, twice for each number of
+files: the first run does the work, the second finds everything up to date. Also times an import of the flow alone, the
+part that no design changes. Prints a table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.integration.flow_inputs import BASE, write_rows
+from tests.tiny_target import make_tiny_target
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(place: Path, target: Path) -> tuple[float, str]:
+    settings: dict[str, Any] = {
+        **BASE,
+        "target": {"name": str(target)},
+        "data": {"files": ["data"], "min_validation_samples": 4, "limit": None},
+        "training": {**BASE["training"], "max_steps": 3},
+    }
+    given = [part for name, value in settings.items() for part in ("--param", f"{name}={json.dumps(value)}")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.train_dflash", "quickstart", *given],
+        cwd=place,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return seconds, done.stderr
+
+
+def measure(num_files: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        target = make_tiny_target(place / "target")
+        rng = random.Random(0)
+        for number in range(num_files):
+            write_rows(
+                place / "data" / f"{number:04d}.jsonl", max(2, 60 // num_files), seed=rng.randrange(1 << 30)
+            )
+        first, _ = run(place, target)
+        second, errors = run(place, target)
+        if "is finished and up to date, skipped" not in errors:
+            sys.exit(f"the second run was not skipped:\n{errors}")
+        return {"files": num_files, "first_seconds": first, "second_seconds": second}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", type=int, nargs="*", default=[1, 500])
+    args = parser.parse_args()
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import flows.train_dflash"], cwd=ROOT, check=True)
+    imports = time.perf_counter() - started
+    rows = [measure(count) for count in args.files]
+    print(f"import of the flow, Prefect and all: {imports:.1f} s")
+    for row in rows:
+        print(
+            f"{row['files']:>5} files: first run {row['first_seconds']:.1f} s, "
+            f"second, nothing to do, {row['second_seconds']:.1f} s"
+        )
+    print(json.dumps({"import_seconds": imports, "runs": rows}))
+
+
+if __name__ == "__main__":
+    main()
