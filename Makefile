@@ -25,7 +25,7 @@ quickstart: $(INSTALLED)  ## train a drafter for SmolLM2-135M, measure it, repor
 	$(BIN)/python -m flows.train_dflash quickstart
 
 test: $(INSTALLED)  ## the test suite
-	$(BIN)/python -m pytest -q -m 'not long' tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests
 
 test-long: $(INSTALLED)  ## soak, fuzzing and the full kernel grid, by hand
 	$(BIN)/python -m pytest -q -m long tests

@@ -15,6 +15,13 @@ sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever 
 from tests.tiny_target import make_tiny_target  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist a file's tests stay together, for they share its fixtures; faults wait a lot and are dealt singly."""
+    for item in items:
+        if "faults" not in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a local directory; kept between test runs under runs/test-cache."""

@@ -233,6 +233,7 @@ def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: py
     assert {p.name for p in (directory / "plots").iterdir()} >= {"throughput.png", "loss_samples.png"}
 
 
+@pytest.mark.long
 def test_ingest_on_a_dask_cluster_writes_the_same_bytes(place: dict) -> None:
     """Two worker processes against threads: every file of every shard and every plan is byte-equal."""
     pytest.importorskip("prefect_dask", reason="the extra `dask` is not installed")

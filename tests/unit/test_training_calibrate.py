@@ -55,7 +55,7 @@ def test_calibration_of_a_real_target(tmp_path: Path, tiny_target_dir: Path) -> 
     before = {p.name for p in run_dir.iterdir()}
     seen: list[tuple[int, int]] = []
     found = calibrate(Run.load(run_dir / "run.json"), lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (16, 16) and len(seen) == 16
+    assert seen[-1] == (24, 24) and len(seen) == 24
     constants = asdict(found.model)
     assert all(value >= 0 for value in constants.values()) and sum(constants.values()) > 0
     assert np.isfinite(found.fitted_seconds).all() and (found.fitted_seconds > 0).all()
