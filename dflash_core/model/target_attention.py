@@ -17,6 +17,7 @@ a row.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +29,15 @@ from dflash_core.config import UserError
 
 ATTENTION_NAME = "packed_capture"  # a name with "flash" in it would be taken for a flash attention package
 
-varlen_attn: Any
-try:  # its kernels exist for CUDA alone
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+
+@functools.cache
+def _varlen_attn() -> Any:
+    """torch's packed attention, or None where this torch has none; its import takes seconds."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
 
 
 @dataclass
@@ -115,7 +120,8 @@ def attention(
     if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
         q_TNH, k_TGH, v_TGH = (x[0].transpose(0, 1) for x in (query, key, value))
         bounds, longest = cu_seq_lens_q, max_length_q
-        return varlen_attn(q_TNH, k_TGH, v_TGH, bounds, bounds, longest, longest, **options)[None], None
+        out_TNH = _varlen_attn()(q_TNH, k_TGH, v_TGH, bounds, bounds, longest, longest, **options)
+        return out_TNH[None], None
     ends = cu_seq_lens_q.tolist()
     out_1TNH = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for start, end in zip(ends, ends[1:]):
@@ -130,9 +136,9 @@ def _varlen_options(
     query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None
 ) -> dict[str, Any] | None:
     """Keywords of `varlen_attn` for this torch (they grew by release), or None where it cannot do it."""
-    if varlen_attn is None or query.dtype not in (torch.bfloat16, torch.float16):
+    if query.dtype not in (torch.bfloat16, torch.float16) or _varlen_attn() is None:
         return None
-    known = inspect.signature(varlen_attn).parameters
+    known = inspect.signature(_varlen_attn()).parameters
     plain_scale = scaling is None or abs(scaling - query.shape[-1] ** -0.5) < 1e-9
     if (window is not None and "window_size" not in known) or not (plain_scale or "scale" in known):
         return None
