@@ -102,6 +102,53 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """Before ingest, the target writes the assistant turns of the data anew. Enters a run by the data it makes.
+
+    Off, nothing of this is read. The cost is that of decoding the whole data set with the target.
+    """
+
+    enabled: bool = execution_field(False)
+    base_url: str | None = execution_field(
+        None
+    )  # OpenAI-compatible, ends in /v1; None: decoded here, in batches
+    model: str | None = execution_field(None)  # its name at the endpoint; None: target.name
+    api_key_env: str = execution_field(
+        "OPENAI_API_KEY"
+    )  # the environment variable that holds the key, if any
+    temperature: float = execution_field(0.0)  # 0: greedy
+    seed: int = execution_field(0)
+    max_new_tokens: int = execution_field(512)  # of one turn
+    cut_turns: Literal["open", "closed"] = execution_field(
+        "open"
+    )  # open: their end of turn is not supervised
+    batch_size: int = execution_field(32)  # conversations decoded at once, here
+    concurrency: int = execution_field(32)  # requests in flight, at an endpoint
+    max_retries: int = execution_field(6)  # of a request that an endpoint fails, with growing pauses
+    timeout_seconds: float = execution_field(600.0)  # of one request
+
+    def __post_init__(self) -> None:
+        url, allowed = (
+            self.base_url or "",
+            "http:// or https:// and a host, without user or password, or null",
+        )
+        is_url = url.startswith(("http://", "https://")) and "@" not in url and len(url) > len("https://")
+        _require(self.base_url is None or is_url, "regenerate.base_url", self.base_url, allowed)
+        _require(
+            self.model is None or self.base_url is not None,
+            "regenerate.model",
+            self.model,
+            "null without regenerate.base_url: the target itself decodes",
+        )
+        _require(self.temperature >= 0, "regenerate.temperature", self.temperature, ">= 0")
+        for name in ("seed", "max_retries"):
+            _require(getattr(self, name) >= 0, f"regenerate.{name}", getattr(self, name), ">= 0")
+        for name in ("max_new_tokens", "batch_size", "concurrency"):
+            _require(getattr(self, name) >= 1, f"regenerate.{name}", getattr(self, name), ">= 1")
+        _require(self.timeout_seconds > 0, "regenerate.timeout_seconds", self.timeout_seconds, "> 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchingConfig:
     """How samples are cut into microbatches and microbatches ordered into optimizer steps."""
 
@@ -327,6 +374,7 @@ class RunConfig:
     task_runner_address: str | None = execution_field(None)  # of the cluster; None: one on this machine
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

@@ -13,7 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from dflash_core.batching.cost import CostModel, predict
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
 from flows.deployments import FlowOptions
-from tasks import advice, buckets, compare, ingest, length_profile, plans, report, target, train
+from tasks import advice, buckets, compare, ingest, length_profile, plans, regenerate, report, target, train
 from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
@@ -58,17 +58,49 @@ def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
     return pointer
 
 
+def regenerate_all(
+    config: RunConfig, options: FlowOptions, target_pointer: Pointer, sources: Sequence[ingest.Source]
+) -> list[Pointer]:
+    """The target's own answers to the prompts of every file, one file after the other: each one keeps the device
+    or the endpoint as busy as the settings allow.
+    """
+    root, digests = root_of(config), FileDigests(root_of(config))
+    directory = target_directory(config, target_pointer)
+    with regenerate.target_for_all_files():
+        pointers = [
+            regenerate.regenerate(
+                root,
+                label=f"regenerate {source.name}",
+                after=[target_pointer],
+                refresh="regenerate" in options.refresh,
+                **regenerate.regenerate_inputs(config, source, target=target_pointer, digests=digests),
+                where=regenerate.where_of(config, source, root, directory),
+            )
+            for source in sources
+        ]
+    digests.save()
+    for made in pointers:
+        get_run_logger().info("regenerated %s: %s", made["source"], regenerate.summary(made))
+    return pointers
+
+
 def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer) -> Dataset:
     """Every file a shard; files that were ingested before are not read again."""
     root, digests = root_of(config), FileDigests(root_of(config))
     sources = ingest.find_sources(config.data, digests)
+    regenerated: list[Pointer] = []
+    if config.regenerate.enabled:
+        sources = list({(s.name, s.digest): s for s in sources}.values())
+        regenerated = regenerate_all(config, options, target_pointer, sources)
+        sources = [regenerate.regenerated_source(made, root) for made in regenerated]
+        config = replace(config, data=regenerate.regenerated_data(config.data))
     rules = ingest.ingest_rules(config, digests)
     digests.save()
     futures = [
         ingest.ingest.submit(
             root,
             label=f"ingest {source.name}",
-            after=[target_pointer],
+            after=[target_pointer, *regenerated],
             refresh="ingest" in options.refresh,
             source_digest=source.digest,
             source_name=source.name,

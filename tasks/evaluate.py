@@ -36,7 +36,7 @@ def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDige
 
 @stage(
     "evaluate",
-    version=4,
+    version=5,
     sources=("dflash_core.model.evaluate", "dflash_core.model.export", "dflash_core.data.prompts"),
     locations=("where",),
 )

@@ -56,8 +56,8 @@ def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
 
 @stage(
     "ingest",
-    version=1,
-    sources=("dflash_core.data", "dflash_core.model.anchors"),
+    version=2,
+    sources=("dflash_core.data.ingest", "dflash_core.model.anchors"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
 )

@@ -110,7 +110,7 @@ def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -
     merged = dict(now)
     for f in fields(section):
         if section is RunConfig and f.name in SECTIONS:
-            merged[f.name] = keep_decisive(SECTIONS[f.name], earlier[f.name], now[f.name])
+            merged[f.name] = keep_decisive(SECTIONS[f.name], earlier.get(f.name, {}), now[f.name])
         elif not f.metadata.get("execution") and f.name in earlier:
             merged[f.name] = earlier[f.name]
     return merged

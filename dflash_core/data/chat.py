@@ -4,6 +4,7 @@ Guarantees:
 - Rows without control strings give exactly the ids of `tokenizer.apply_chat_template`.
 - Supervised are the assistant turns, each up to and with the first end-of-turn token that the template writes
   after the content, and nothing else. Never found by searching for the text of a turn (see `template.py`).
+- A turn that was cut (`open_end` in the data) is supervised up to its last word: its writer did not end it.
 - No control token comes from data: where a string of the row contains the text of a control token, that text
   is encoded as plain text; the text of the mask token refuses the row.
 
@@ -44,6 +45,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    open_ends: frozenset[int] = frozenset()  # messages that were cut: their end of turn is not supervised
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class ChatEncoder:
         try:
             messages, tools, broken = self._without_controls(conversation)
             text, turns, notes = self.template.render(messages, tools)
+            if conversation.open_ends:
+                turns = self._with_open_ends(text, turns, conversation)
             if not text.isascii():
                 text.encode()
         except RefusedError as refused:
@@ -135,6 +139,20 @@ class ChatEncoder:
         except Exception as error:  # noqa: BLE001 - templates are programs of others and raise anything
             return Rejection("chat template refuses the row", f"{type(error).__name__}: {error}")
         return Rendered(text, turns, broken, notes)
+
+    def _with_open_ends(self, text: str, turns: list[Span], conversation: Conversation) -> list[Span]:
+        """The turns, without their ends where they were cut: the one place that says what a cut turn is worth.
+
+        Raises:
+            RefusedError: the template marks other turns than the assistant's, so that none can be told apart.
+        """
+        numbers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if len(turns) not in (1, len(numbers)):
+            raise RefusedError("cut turn not found", f"{len(turns)} turns of {len(numbers)} are rendered")
+        return [
+            self.template.open_end(text, turn) if number in conversation.open_ends else turn
+            for number, turn in zip(numbers[-len(turns) :], turns)
+        ]
 
     def _without_controls(self, conversation: Conversation) -> tuple[Any, Any, str | None]:
         """Messages and tools with control strings broken, and the character that breaks them, if any."""
@@ -153,11 +171,13 @@ class ChatEncoder:
             raise RefusedError("control string that cannot be written as text", ", ".join(sorted(left)))
         return messages, tools, broken
 
-    def prompt_ids(self, messages: list[dict[str, Any]]) -> list[int] | Rejection:
-        """Ids of a conversation with the generation prompt, for evaluation. No control token from data."""
+    def prompt_ids(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int] | Rejection:
+        """Ids of a conversation with the generation prompt. No control token from data."""
         try:
-            messages, _, broken = self._without_controls(Conversation(messages))
-            rendered = Rendered(self.template.render_prompt(messages), [], broken)
+            messages, tools, broken = self._without_controls(Conversation(messages, tools))
+            rendered = Rendered(self.template.render_prompt(messages, tools), [], broken)
             sample = self.encode([rendered])[0]
         except RefusedError as refused:
             return Rejection(refused.reason, refused.detail)

@@ -17,6 +17,8 @@ formats:
   refuses the row, except ShareGPT's `function_call`, whose value is the text that the assistant wrote.
 - Reasoning fields are dropped (`data.reasoning: drop`) or handed to the template under the names it reads
   (`keep`).
+- `open_end: true` on an assistant turn says that it was cut: see `Conversation.open_ends`.
+- `rejection` in place of a conversation is an earlier stage's refusal, kept as it is.
 - Other columns play no part; row ids are not keys.
 """
 
@@ -216,6 +218,9 @@ class RowReader:
     def _turns(self, row: Row) -> Conversation:
         column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
         if column is None:
+            refused = row.get("rejection")
+            if isinstance(refused, dict) and isinstance(refused.get("reason"), str):
+                raise RefusedRowError(refused["reason"], str(refused.get("detail", "")))
             raise RefusedRowError("no conversation", f"columns: {', '.join(row)}")
         turns = _as_list(row[column], column)
         if not turns:
@@ -223,8 +228,15 @@ class RowReader:
         messages = [self._message(turn, number) for number, turn in enumerate(turns)]
         if messages[0]["role"] != "system":
             messages = _system(row) + messages
-        tools = self._tools(row)
-        return Conversation(messages, tools)
+        first = len(messages) - len(turns)
+        cut = [
+            first + i
+            for i, turn in enumerate(turns)
+            if turn.get("open_end") is True and messages[first + i]["role"] == "assistant"
+        ]
+        if cut:
+            self.notes["turns that were cut (their end-of-turn token is not supervised)"] += len(cut)
+        return Conversation(messages, self._tools(row), frozenset(cut))
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
         tools = row.get("tools")

@@ -77,16 +77,26 @@ def ingest_file(
         meta=meta,
         validation_share=config.validation_share,
     ) as writer:
-        rows = _stdlib_rows() if is_stdlib else read_rows(Path(path))
-        first, rows = _peek(rows)
-        format_name = "messages" if is_stdlib else detect_format(first, config, source=str(path))
+        format_name, rows = open_rows(path, config)
         meta["format"] = format_name
         reader = RowReader(format_name, config, reads=encoder.template.reads, notes=writer.notes)
-        items = _rendered(_limited(rows, config.limit), reader, encoder, writer, len(tokenizer))
+        items = _rendered(rows, reader, encoder, writer, len(tokenizer))
         for item in _encoded(items, encoder, lambda: progress and progress(writer.num_rows)):
             _store(item, writer, config, source)
         _check(writer, config, str(path))
         return writer.close()
+
+
+def open_rows(path: Path | str, config: DataConfig) -> tuple[str, Iterator[RawRow]]:
+    """Format and rows of a file or of "stdlib", at most `data.limit` of them; blank lines are no rows.
+
+    Raises:
+        UserError: the file is no data set of a known format.
+    """
+    if str(path) == STDLIB:
+        return "messages", _limited(_stdlib_rows(), config.limit)
+    first, rows = _peek(read_rows(Path(path)))
+    return detect_format(first, config, source=str(path)), _limited(rows, config.limit)
 
 
 def _peek(rows: Iterator[RawRow]) -> tuple[list[dict[str, Any]], Iterator[RawRow]]:

@@ -149,9 +149,24 @@ class ChatTemplate:
                 return text, turns, skeleton.notes
         return self._render_slowly(messages, tools)
 
-    def render_prompt(self, messages: Messages) -> str:
+    def render_prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
         """Text of a conversation that the model is asked to go on with."""
-        return self._render(messages, None, prompt=True)
+        return self._render(messages, tools, prompt=True)
+
+    def open_end(self, text: str, turn: Span) -> Span:
+        """A turn without what closes it: control tokens at its end, and white space before and after them.
+
+        `Hi<|im_end|>` -> `Hi`. White space that ends the content itself goes too: at worst a token less.
+        """
+        start, end = turn
+        while end > start:
+            if text[end - 1].isspace():
+                end -= 1
+            elif closing := [c for c in self.controls if text.endswith(c, start, end)]:
+                end -= max(map(len, closing))
+            else:
+                break
+        return start, end
 
     def _render_slowly(
         self, messages: Messages, tools: list[dict[str, Any]] | None

@@ -267,3 +267,42 @@ def test_a_runner_that_is_not_installed_is_one_message(place: dict, monkeypatch:
     monkeypatch.setitem(sys.modules, "prefect_ray", None)
     with pytest.raises(UserError, match=r"task_runner: 'ray' needs a package.*train-dflash\[ray\]"):
         rebucket(**{**place, "task_runner": "ray"})
+
+
+def test_regenerated_files_are_what_is_ingested(
+    place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.deployments import merge
+    from flows.rebucket import rebucket
+
+    recorder = Recorder(monkeypatch)
+    (tmp_path / "data" / "a.jsonl").unlink()
+    write_rows(tmp_path / "data" / "a.jsonl", 12, seed=0)
+    settings = merge(
+        place,
+        {
+            "regenerate": {"enabled": True, "max_new_tokens": 8},
+            "training": {"seed": 0},
+            "data": {"min_validation_samples": 1, "max_reject_share": 1.0},
+        },
+    )
+
+    def ran(**changes: Any) -> list[str]:
+        rebucket(**merge(settings, changes))
+        return [name for name in recorder.take() if name in ("regenerate", "ingest")]
+
+    assert ran() == ["ingest", "regenerate"]
+    assert ran() == []
+    store = Path(place["storage_root"]) / "store"
+    [written] = (store / "regenerate").glob("*/a.jsonl")
+    assert all("regenerated_by" in line for line in written.read_text().splitlines())
+    [manifest] = (store / "ingest").glob("*/shard/manifest.json")
+    assert json.loads(manifest.read_text())["meta"]["source"] == "a"
+    # outputs that are gone come back from the answers on disk, byte by byte: nothing after them runs again
+    shutil.rmtree(written.parent)
+    assert ran() == ["regenerate"]
+    assert ran(regenerate={"batch_size": 2}) == []
+    assert ran(regenerate={"max_new_tokens": 9}) == ["ingest", "regenerate"]
+    write_rows(tmp_path / "data" / "b.jsonl", 12, seed=1)
+    assert ran() == ["ingest", "regenerate"]
+    assert ran(regenerate={"enabled": False}) == ["ingest", "ingest"]

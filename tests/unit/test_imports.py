@@ -115,6 +115,7 @@ def current() -> dict[str, dict[str, object]]:
     import tasks.ingest
     import tasks.length_profile
     import tasks.plans
+    import tasks.regenerate
     import tasks.target  # noqa: F401
     from tasks.stages import STAGES
 

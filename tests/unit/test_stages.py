@@ -153,6 +153,7 @@ def fields_of(config: RunConfig, **changes) -> dict:
         {"evaluation": {"num_prompts": 3}, "tracking": {"experiment": "other"}},
         {"batching": {"num_buckets": 3}},  # the strategy is packed: its plans are the same
         {"data": {"files": ["moved.jsonl"]}},  # same shards, by digest
+        {"regenerate": {"enabled": True, "temperature": 1.0}},  # enters by the digest of the data alone
     ],
 )
 def test_run_key_ignores_what_does_not_decide_the_result(tmp_path: Path, sections: dict) -> None:
@@ -209,8 +210,11 @@ def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_setting
     )
     run = runs.find_run(before, fields_of(before))
     run.directory.mkdir(parents=True)
-    for config in (before, after):
-        runs.prepare_directory(run, config, {}, total_steps=1, mlflow_run_id="m")
+    runs.prepare_directory(run, before, {}, total_steps=1, mlflow_run_id="m")
+    described = json.loads((run.directory / "run.json").read_text())
+    del described["config"]["regenerate"]  # a run of a time that had no such section
+    (run.directory / "run.json").write_text(json.dumps(described))
+    runs.prepare_directory(run, after, {}, total_steps=1, mlflow_run_id="m")
     written = from_dict(RunConfig, json.loads((run.directory / "run.json").read_text())["config"])
     assert written.batching.num_buckets == 6 and written.data.files == ("a",)
     assert written.training.max_draft_slots == 64

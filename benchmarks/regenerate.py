@@ -1,0 +1,95 @@
+"""Batched decoding of the target's answers against one by one, the same prompts in one run: a ratio of tokens/s.
+
+    python -m benchmarks.regenerate [--target NAME] [--dtype auto] [--prompts 32] [--batch-size 32] [--new-tokens 64]
+
+Prompts are functions of the standard library, by the target's own chat template. Greedy, without an end token,
+so that both sides write the same number of tokens. Rounds take turns, the best of each side counts. Prints a
+table and one last line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.capture import target_directory
+from dflash_core.config import DataConfig, RegenerateConfig
+from dflash_core.data.answers import Request
+from dflash_core.data.chat import ChatEncoder
+from dflash_core.data.stdlib_corpus import corpus_rows
+from dflash_core.model.generate import BatchDecoder
+from dflash_core.model.target import Target
+
+
+def make_requests(encoder: ChatEncoder, count: int, longest: int) -> list[Request]:
+    """The first prompts of at most `longest` tokens, taken at a stride through the corpus."""
+    found: list[Request] = []
+    for row in itertools.islice(corpus_rows(), 0, None, 17):
+        token_ids = encoder.prompt_ids(row["messages"][:1])
+        if isinstance(token_ids, list) and len(token_ids) <= longest:
+            found.append(Request(f"{len(found):032x}", row["messages"][:1], None, token_ids))
+        if len(found) == count:
+            break
+    return found
+
+
+def tokens_per_second(
+    target: Target, tokenizer: object, config: RegenerateConfig, prompts: list[Request]
+) -> float:
+    decoder = BatchDecoder(target, tokenizer, config, {})
+    started = time.perf_counter()
+    tokens = sum(getattr(answer, "num_tokens", 0) for _, answer in decoder.answers(deque(prompts)))
+    return tokens / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="smollm2-135m-instruct", help="alias, directory or hub name")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--single", type=int, default=4, help="how many of them one by one")
+    parser.add_argument("--longest", type=int, default=160, help="tokens of a prompt")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    directory: Path = target_directory(args.target)
+    target = Target.load(directory, layer_ids=[0], device=args.device, compute_dtype=args.dtype)
+    target.eos_ids = ()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    prompts = make_requests(ChatEncoder(tokenizer, DataConfig(), None), args.prompts, args.longest)
+    spread = prompts[:: max(1, len(prompts) // args.single)][: args.single]
+    best = {"batched": 0.0, "one by one": 0.0}
+    for _ in range(args.rounds):
+        for name, size, some in (("one by one", 1, spread), ("batched", args.batch_size, prompts)):
+            config = RegenerateConfig(max_new_tokens=args.new_tokens, batch_size=size)
+            best[name] = max(best[name], tokens_per_second(target, tokenizer, config, some))
+    result = {
+        "target": args.target,
+        "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "prompts": len(prompts),
+        "batch_size": args.batch_size,
+        "new_tokens": args.new_tokens,
+        "one_by_one_tokens_per_second": best["one by one"],
+        "batched_tokens_per_second": best["batched"],
+        "ratio": best["batched"] / best["one by one"],
+    }
+    for name, value in best.items():
+        print(f"{name:12} {value:8.1f} tokens/s")
+    print(f"{'ratio':12} {result['ratio']:8.2f}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

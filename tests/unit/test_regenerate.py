@@ -1,0 +1,301 @@
+"""Regeneration: the order of turns, what is kept, what a killed run asks again, and what a cut answer is worth."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dflash_core.config import DataConfig, RegenerateConfig, UserError
+from dflash_core.data import regenerate as module
+from dflash_core.data.answers import Answer, AnswerCache, Request
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
+from dflash_core.data.ingest import ingest_file
+from dflash_core.data.regenerate import Progress, regenerate_file
+from dflash_core.data.store import TokenStore
+from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
+
+Row = dict[str, Any]
+BY = {"model": "fake"}
+
+
+def turn(role: str, content: str) -> Row:
+    return {"role": role, "content": content}
+
+
+class Fake:
+    """Answers "a to Q" for the question Q, the newest request first; may die, cut, or refuse."""
+
+    identity = BY
+
+    def __init__(self, *, dies_after: int = 10**9, cuts: str = "-", refuses: str = "-") -> None:
+        self.asked: list[list[str]] = []
+        self.dies_after, self.cuts, self.refuses = dies_after, cuts, refuses
+
+    def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
+        while pending:
+            if len(self.asked) == self.dies_after:
+                raise KeyboardInterrupt
+            request = pending.pop()
+            self.asked.append([message["content"] for message in request.messages])
+            question = request.messages[-1]["content"]
+            if self.refuses in question:
+                yield request, Rejection("refused", question)
+                continue
+            reason = "length" if self.cuts in question else "stop"
+            yield request, Answer(turn("assistant", f"a to {question}"), reason, 3)
+
+
+def regenerate(
+    path: Path, rows: list[Row] | bytes, fake: Fake, **settings: Any
+) -> tuple[list[Row | None], Row]:
+    """Output lines (None: blank) and the summary."""
+    if isinstance(rows, list):
+        rows = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    path.write_bytes(rows)
+    cut_turns = settings.pop("cut_turns", "open")
+    config = DataConfig(**settings)
+    out = path.with_name("out") / path.name
+    out.parent.mkdir(exist_ok=True)
+    cache = AnswerCache(path.with_name("answers.sqlite"))
+    encoder = ChatEncoder(small_tokenizer(), config, None)
+    try:
+        found = regenerate_file(path, out, config, encoder, fake, cache, cut_turns=cut_turns)
+    finally:
+        cache.close()
+    return [json.loads(line) if line.strip() else None for line in out.read_bytes().splitlines()], found
+
+
+def test_turns_follow_the_targets_own_answers_and_rows_keep_order_and_ids(tmp_path: Path) -> None:
+    two = [turn("system", "s"), turn("user", "q1"), turn("assistant", "old"), turn("user", "q2")]
+    rows = [
+        {"id": "x", "messages": [*two, turn("assistant", "older")], "note": [1]},
+        {"id": 7, "messages": [turn("user", "q3"), turn("assistant", "old")]},
+        {"id": 8, "messages": [turn("user", "q4")]},
+    ]
+    fake = Fake()
+    found, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
+    done = {"finish_reason": "stop"}
+    assert found == [
+        {
+            "id": "x",
+            "messages": [
+                turn("system", "s"),
+                turn("user", "q1"),
+                turn("assistant", "a to q1") | done,
+                turn("user", "q2"),
+                turn("assistant", "a to q2") | done,
+            ],
+            "regenerated_by": BY,
+        },
+        {
+            "id": 7,
+            "messages": [turn("user", "q3"), turn("assistant", "a to q3") | done],
+            "regenerated_by": BY,
+        },
+        {
+            "id": 8,
+            "messages": [turn("user", "q4"), turn("assistant", "a to q4") | done],
+            "regenerated_by": BY,
+        },
+    ]
+    assert fake.asked == [["q4"], ["q3"], ["s", "q1"], ["s", "q1", "a to q1", "q2"]]
+    assert (summary["num_rows"], summary["num_answers"], summary["num_tokens"]) == (3, 4, 12)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "q", "input": "", "output": "old", "id": 1},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"}], "id": 1},
+        {"question": "q", "answer": "old", "id": 1},
+    ],
+)
+def test_every_format_comes_out_as_messages_without_the_old_answer(tmp_path: Path, row: Row) -> None:
+    [found], _ = regenerate(tmp_path / "x.jsonl", [row], Fake())
+    assert found is not None and found["id"] == 1 and "old" not in json.dumps(found)
+    assert [m["content"] for m in found["messages"]] == ["q", "a to q"]
+
+
+def test_a_killed_run_goes_on_and_nothing_is_asked_twice(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [turn("user", f"q{n}"), turn("assistant", "o"), turn("user", "more")]} for n in range(3)
+    ]
+    killed, rest, again = Fake(dies_after=4), Fake(), Fake()
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(tmp_path / "x.jsonl", rows, killed)
+    found, summary = regenerate(tmp_path / "x.jsonl", rows, rest)
+    assert len(killed.asked) == 4 and len(rest.asked) == 2 and summary["num_cached"] == 4
+    assert sorted(killed.asked + rest.asked) == sorted(
+        [[f"q{n}"] for n in range(3)] + [[f"q{n}", f"a to q{n}", "more"] for n in range(3)]
+    )
+    same, summary = regenerate(tmp_path / "x.jsonl", rows, again)
+    assert (again.asked, same, summary["num_cached"]) == ([], found, 6)
+
+
+def test_the_same_prompt_is_asked_once_and_another_setting_anew(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "response": "o"}] * 3
+    fake = Fake()
+    found, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
+    assert fake.asked == [["q"]] and found == [found[0]] * 3 and summary["num_tokens"] == 3
+    other = Fake()
+    other.identity = {"model": "fake", "temperature": 1.0}
+    regenerate(tmp_path / "x.jsonl", rows, other)
+    assert other.asked == [["q"]]
+
+
+def test_rows_in_are_rows_out_and_ingest_counts_what_is_refused(tmp_path: Path) -> None:
+    content = b'{"messages": [{"role": "user", "content": "q1"}]}\n\n{"messages": [\n'
+    content += b'{"messages": [{"role": "ghost", "content": "q"}]}\n{"text": "x"}\n'
+    content += b'{"messages": [{"role": "user", "content": "yes \\ud800"}]}\n'
+    content += json.dumps({"messages": [turn("user", "yes " * 200)]}).encode() + b"\n"
+    content += json.dumps({"messages": [turn("user", "never")]}).encode() + b"\n"
+    found, summary = regenerate(tmp_path / "x.jsonl", content, Fake(refuses="never"), max_length=100)
+    assert [None if row is None else next(iter(row)) for row in found] == [
+        "messages", None, *["rejection"] * 6,
+    ]  # fmt: skip
+    assert (summary["num_rows"], summary["num_blank"], summary["num_refused"]) == (7, 1, 6)
+    config = DataConfig(max_reject_share=1.0, max_length=100, format="messages")
+    shard = tmp_path / "shard"
+    manifest = ingest_file(
+        tmp_path / "out" / "x.jsonl", config, small_tokenizer(), shard, mask_token_id=MASK_TOKEN_ID
+    )
+    rejects = [(r["line"], r["reason"]) for r in pq.read_table(shard / "rejects.parquet").to_pylist()]
+    assert (manifest["num_rows"], manifest["num_samples"]) == (7, 1)
+    assert rejects == [
+        (3, "invalid JSON"),
+        (4, "unknown role 'ghost'"),
+        (5, "no conversation"),
+        (6, "chat template refuses the prompt"),
+        (7, "over length"),
+        (8, "refused"),
+    ]
+
+
+def test_memory_is_bounded_by_rows_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_AHEAD", 2)
+    fake = Fake()
+    found, _ = regenerate(
+        tmp_path / "x.jsonl", [{"id": n, "prompt": f"q{n}", "response": "o"} for n in range(7)], fake
+    )
+    assert [row["id"] for row in found if row] == list(range(7))
+    assert fake.asked == [["q1"], ["q0"], ["q3"], ["q2"], ["q5"], ["q4"], ["q6"]]
+
+
+def test_turns_that_later_turns_answer_stay(tmp_path: Path) -> None:
+    """A greeting before any question, and a call whose result follows; the answer to the result is written."""
+    rows = [
+        {
+            "conversations": [
+                {"from": "gpt", "value": "welcome"},
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": "call"},
+                {"from": "observation", "value": "7"},
+                {"from": "gpt", "value": "old"},
+            ]
+        }
+    ]
+    [found], summary = regenerate(tmp_path / "x.jsonl", rows, Fake())
+    assert found is not None
+    assert [m["content"] for m in found["messages"]] == ["welcome", "q", "call", "7", "a to 7"]
+    assert (summary["num_kept_turns"], summary["num_answers"]) == (2, 1)
+
+
+def test_pretokenised_input_is_refused_by_name(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}), tmp_path / "tokens.parquet")
+    content = (tmp_path / "tokens.parquet").read_bytes()
+    with pytest.raises(UserError, match="tokens.parquet' holds input_ids and loss_mask.*regenerate.enabled"):
+        regenerate(tmp_path / "tokens.parquet", content, Fake())
+
+
+@pytest.mark.parametrize("cut_turns", ["open", "closed"])
+def test_a_cut_answer_is_supervised_up_to_its_cut(tmp_path: Path, cut_turns: str) -> None:
+    rows = [
+        {"messages": [turn("user", "long"), turn("assistant", ""), turn("user", "q"), turn("assistant", "")]},
+    ]
+    [found], summary = regenerate(tmp_path / "x.jsonl", rows, Fake(cuts="long"), cut_turns=cut_turns)
+    assert found is not None and summary["num_cut"] == 1
+    marks = [
+        (m.get("finish_reason"), m.get("open_end")) for m in found["messages"] if m["role"] == "assistant"
+    ]
+    assert marks == [("length", True if cut_turns == "open" else None), ("stop", None)]
+    shard = tmp_path / "shard"
+    path = tmp_path / "out" / "x.jsonl"
+    manifest = ingest_file(path, DataConfig(), small_tokenizer(), shard, mask_token_id=MASK_TOKEN_ID)
+    store = TokenStore.open([shard])
+    first = "a to long" + ("" if cut_turns == "open" else "<|im_end|>")
+    assert supervised(store.token_ids(0), store.loss_mask(0)) == [first, "a to q<|im_end|>"]
+    assert sum(manifest["notes"].values()) == (1 if cut_turns == "open" else 0)
+
+
+def supervised(token_ids: Any, loss_mask: Any) -> list[str]:
+    """Texts of the runs of supervised tokens."""
+    groups = np.split(np.arange(len(loss_mask)), np.flatnonzero(np.diff(loss_mask)) + 1)
+    return [small_tokenizer().decode(token_ids[g]) for g in groups if loss_mask[g[0]]]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_cut_turns_in_every_template_family(family: str) -> None:
+    encoder = ChatEncoder(small_tokenizer(family), DataConfig(), MASK_TOKEN_ID)
+    messages = [
+        turn("user", "q"),
+        turn("assistant", "yes"),
+        turn("user", "r"),
+        turn("assistant", "hello world "),
+    ]
+
+    def texts(*cut: int) -> list[str]:
+        rendered = encoder.render(Conversation(messages, None, frozenset(cut)))
+        assert not isinstance(rendered, Rejection), rendered
+        [sample] = encoder.encode([rendered])
+        assert isinstance(sample, Sample)
+        return supervised(sample.token_ids, sample.loss_mask)
+
+    whole = texts()
+    end = whole[-1][-len("<end_of_turn>") :] if family == "gemma" else whole[-1][whole[-1].index("<") :]
+    kept = [] if family == "thinking" else ["yes"]  # it rewrites earlier turns: the last one counts alone
+    assert whole[:-1] == [text + end for text in kept] and whole[-1].replace(" ", "") == f"helloworld{end}"
+    assert [text.rstrip() for text in texts(1, 3)] == [*kept, "hello world"]
+    assert texts(1)[-1] == whole[-1]
+
+
+def test_the_mark_of_a_user_turn_means_nothing(tmp_path: Path) -> None:
+    row = {"messages": [{**turn("user", "q"), "open_end": True}, turn("assistant", "yes")]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    ingest_file(tmp_path / "x.jsonl", DataConfig(), small_tokenizer(), tmp_path / "s", mask_token_id=None)
+    store = TokenStore.open([tmp_path / "s"])
+    assert supervised(store.token_ids(0), store.loss_mask(0)) == ["yes<|im_end|>"]
+
+
+def test_progress_speaks_while_a_batch_is_running(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("x.jsonl", seconds=0.02)
+    progress.counts.update(num_rows=12, num_answers=20, num_cached=3, num_cut=1, num_tokens=960)
+    expected = (
+        "regenerate x.jsonl: 12 rows, 20 answers (3 kept from before, 1 cut), 960 tokens, 48.0 tokens/s"
+    )
+    assert progress.line(20.0) == expected
+    with progress:
+        progress._ended.wait(0.2)
+    assert capsys.readouterr().out.count("regenerate x.jsonl: 12 rows") >= 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"base_url": "localhost:8000"},
+        {"base_url": "http://user:secret@host/v1"},
+        {"model": "x"},
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"regenerate.{next(iter(settings))}: .* is not allowed; allowed: "):
+        RegenerateConfig(**settings)
