@@ -21,7 +21,7 @@ from dflash_core.training.validation import LossArguments, loss_of
 from dflash_core.training.world import World, pick_device
 
 MAX_SLOTS = 16_384  # of a measured microbatch: larger budgets are extrapolated
-ROUNDS = 3  # the fastest one counts
+ROUNDS = 3  # their mean counts: what disturbs a measurement here disturbs training as well
 
 Choice = tuple[NDArray[np.int32], int]  # store rows, width (0: packed)
 
@@ -129,10 +129,10 @@ def calibrate(run: Run, on_progress: Callable[[int, int], None] | None = None) -
         return captured - started, _now(device) - captured
 
     timed(microbatches[-1])  # compilation, first touches of memory
-    seconds = np.full((len(microbatches), 2), np.inf)
+    seconds = np.zeros((len(microbatches), 2))
     for round_number in range(ROUNDS):
         for i, microbatch in enumerate(microbatches):
-            seconds[i] = np.minimum(seconds[i], timed(microbatch))
+            seconds[i] += np.array(timed(microbatch)) / ROUNDS
             if on_progress is not None:
                 on_progress(round_number * len(microbatches) + i + 1, ROUNDS * len(microbatches))
     work = work_of(microbatches, drafter.shape.block_size)
