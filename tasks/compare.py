@@ -198,7 +198,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         f"Seeds: {', '.join(map(str, found['seeds']))}. Bucket edges: {', '.join(map(str, found['edges']))}.",
         "## Throughput and batches",
         report.markdown_table(*table(found, SHOWN)),
-        "Throughput leaves out the first steps; tokens are real tokens, never slots. Capture and drafter are "
+        "Throughput leaves out the first steps of runs of more than six; tokens are real tokens, never slots. "
+        "Capture and drafter are "
         "each measured alone. Predicted seconds are those of the cost model, calibrated before training on a few "
         "microbatches of this data on this machine. Mixing 1 is as good as random samples.",
         "![throughput](plots/throughput.png) ![efficiency](plots/efficiency_by_strategy.png)",
@@ -212,7 +213,8 @@ def to_markdown(found: dict[str, Any]) -> str:
         report.markdown_table(*table(found, STATISTICS)),
         "Within each epoch the step loss is regressed on a cubic trend, then on it, the step's mean "
         "length and its source shares. R2 is the share of the swings around the trend that length and "
-        "sources explain; the lag-1 autocorrelation of the rest shows clusters of similar steps.",
+        "sources explain; the lag-1 autocorrelation of the rest shows clusters of similar steps. `-`: too few "
+        "steps an epoch for a regression.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -186,7 +186,7 @@ def summarise(
         row: dict[str, Any] = dict(plans[strategy])
         for part in (throughput, loss_statistics):
             figures = [part(run) for run in mine]
-            row |= {name: float(np.mean([f[name] for f in figures])) for name in figures[0]}
+            row |= {name: _finite(np.mean([f[name] for f in figures])) for name in figures[0]}
         row["updates"] = int(np.mean([summaries[strategy, run.seed]["updates"] for run in mine]))
         row["samples"] = int(np.mean([run.samples.sum() for run in mine]))
         row["tokens_per_step"] = float(np.mean([run.tokens.mean() for run in mine]))
@@ -216,6 +216,11 @@ def summarise(
         "initial_loss_spread": _initial_spread(initial_losses),
     }
     return {**result, "recommendation": recommend(result)}
+
+
+def _finite(value: Any) -> float | None:
+    """A figure as JSON has it; None where there is nothing to tell, such as a regression on too few steps."""
+    return float(value) if np.isfinite(value) else None
 
 
 def _relative_spread(values: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,3 +159,9 @@ def test_plan_figures_are_means_and_pairs_start_with_the_second_epoch() -> None:
     assert figures == pytest.approx(
         {"padding_efficiency": 0.85, "mixing_step": 1.5, "repeated_pair_share": 0.5}
     )
+
+
+def test_what_cannot_be_told_is_null_in_json() -> None:
+    found = summarise([run_metrics("sorted", steps=5), run_metrics("packed", steps=5)])
+    assert found["strategies"]["packed"]["r2_composition"] is None
+    json.dumps(found, allow_nan=False)
