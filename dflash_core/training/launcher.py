@@ -227,8 +227,9 @@ def _watch(
         if time.time() - last_look < min(5.0, training.stall_seconds / 4):
             continue
         last_look = time.time()
-        records = [r for r in read_records(run_dir) if r["status"] == "running"]
-        newest = max((r["since"] for r in records), default=started if child else last_look)
+        everyone = read_records(run_dir)  # ranks that are done count as well: torchrun takes a moment to end
+        records = [r for r in everyone if r["status"] == "running"]
+        newest = max((r["since"] for r in everyone), default=started if child else last_look)
         running = records and all(r["phase"] not in START_PHASES for r in records)
         limit = training.stall_seconds if running else max(training.stall_seconds, START_SECONDS)
         if last_look - newest > limit:

@@ -145,7 +145,7 @@ class RankRecord:
         """`done`, `stopped` or `failed`; a record that still says `running` belongs to a rank that was
         killed.
         """
-        self._record["status"] = status
+        self._record |= {"status": status, "since": time.time()}
         self._flush()
 
     def report(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,18 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
     message = launcher._describe_stall(tmp_path, records, time.time())
     assert "slowest: rank 0 (drafter" in message and "phase 'train' of step 7" in message
+
+
+def test_the_end_of_a_long_run_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are done and torchrun is not: what counts is when they ended, not how long the run took."""
+    monkeypatch.setattr(launcher, "START_SECONDS", 1.0)
+    record = RankRecord(tmp_path, 0, "colocated")
+    record.phase("train", step=9)
+    timer = threading.Timer(0.8, record.end, ["done"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.6)"])
+    timer.start()
+    launcher._watch(tmp_path, TrainingConfig(stall_seconds=1.0), child, tmp_path / "summary.json")
+    assert child.returncode == 0 and not timer.is_alive()
 
 
 def test_phases_count_seconds_and_are_visible_at_once(tmp_path: Path) -> None:
