@@ -5,6 +5,8 @@
 Runs the flow as a command, without a server, on a tiny random target and small JSONL files, twice for each number of
 files: the first run does the work, the second finds everything up to date. Also times an import of the flow alone, the
 part that no design changes. Prints a table, then one line of JSON.
+
+Written, and not run so far.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 Needs Chromium (Debian: apt-get install chromium). Starts both servers on loopback over the storage root, opens each
 page in headless Chromium until its scripts have drawn it, fails when a strategy's name is not in the page, and writes
 docs/*.png. Prints one line of JSON.
+
+Written, and not run so far.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Runs train-dflash/smollm2 as a command with states captured anew at every step, 
 starts it again, and stops it when the time is over. Overlap = (capture + drafter seconds) / step seconds: 1 means one
 after the other, towards 2 that each hides the other. Not run on a GPU by this project so far. Prints a table, then one
 line of JSON.
+
+Written, and not run so far.
 """
 
 from __future__ import annotations

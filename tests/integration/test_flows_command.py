@@ -232,7 +232,7 @@ def executed(done: subprocess.CompletedProcess) -> list[str]:
 
 @pytest.mark.long
 def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -> None:
-    """The table of stages and changes, a process a row, with real training and decoding."""
+    """The table of stages and changes, a process a row, with real training and decoding. Not run so far."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target_dir, target)
     place = Place(tmp_path, target)
