@@ -66,6 +66,7 @@ def calibrate(
     """Writes calibration.json: what a few microbatches took, and the constants of the cost model."""
     from transformers.utils.logging import disable_progress_bar
 
+    from dflash_core.training.calibrate import Meter
     from dflash_core.training.calibrate import calibrate as measure
     from dflash_core.training.setup import Run
 
@@ -82,7 +83,7 @@ def calibrate(
         total_steps=None,
         mlflow_run_id=None,
     )
-    found = measure(run, _show_progress)
+    found, _ = measure(Meter(run), on_progress=_show_progress)
     constants = asdict(found.model)
     measured = {
         "capture_seconds": found.capture_seconds.tolist(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,63 +89,85 @@ def work_of(microbatches: list[Microbatch], block_size: int) -> Work:
     return Work(**{name: np.array(values, dtype=np.int64) for name, values in columns.items()})
 
 
-def calibrate(run: Run, on_progress: Callable[[int, int], None] | None = None) -> Calibration:
-    """Capture and train on a few microbatches, forward and backward, and fit the constants.
+class Meter:
+    """Times capture and training of single microbatches of a run's data, forward and backward.
 
     Args:
         run: its target, shards and settings; no plan is read and nothing is written.
-        on_progress: called with (measurements done, all).
     """
-    config, device = run.config, pick_device(run.config.training)
-    world = World(Layout(False, (((0,), (0,)),)), 0, device, None, None, None)
-    store: TokenStore = run.open_store()
-    dtypes = setup.pick_dtypes(run, world, None)
-    target_config = setup.load_target_config(run)
-    ids = setup.layer_ids(run, target_config)
-    target = setup.load_target(run, world, ids, dtypes)
-    capture = TargetCapture(target, config.objective)
-    drafter = setup.build_drafter(run, target_config, ids, device)
-    heads = setup.load_heads(run, target_config, target, device, dtypes["drafter"])
-    mask, slots = drafter.shape.mask_token_id, config.training.max_draft_slots
-    same = LossArguments(heads, config.objective, mask, slots, device)
+
+    def __init__(self, run: Run) -> None:
+        self.config, self.device = run.config, pick_device(run.config.training)
+        world = World(Layout(False, (((0,), (0,)),)), 0, self.device, None, None, None)
+        self.store: TokenStore = run.open_store()
+        dtypes = setup.pick_dtypes(run, world, None)
+        target_config = setup.load_target_config(run)
+        ids = setup.layer_ids(run, target_config)
+        target = setup.load_target(run, world, ids, dtypes)
+        self.can_pack = target.can_pack
+        self._capture = TargetCapture(target, self.config.objective)
+        self._drafter = setup.build_drafter(run, target_config, ids, self.device)
+        self.block_size = self._drafter.shape.block_size
+        heads = setup.load_heads(run, target_config, target, self.device, dtypes["drafter"])
+        mask, slots = self._drafter.shape.mask_token_id, self.config.training.max_draft_slots
+        self._same = LossArguments(heads, self.config.objective, mask, slots, self.device)
+
+    def build(self, rows: NDArray[np.int32], width: int) -> Microbatch:
+        """The microbatch of these store rows (width 0: packed), anchors of epoch 0."""
+        anchors, seed = self.config.objective.num_anchors, self.config.training.seed
+        return build_microbatch(self.store, rows, width, num_anchors=anchors, seed=seed, epoch=0)
+
+    def seconds(self, microbatch: Microbatch) -> tuple[float, float]:
+        """Wall seconds of its capture and of its training."""
+        started = self._now()
+        features = self._capture(microbatch)
+        captured = self._now()
+        loss_of(self._drafter, microbatch, features, self._same, backward=True)
+        return captured - started, self._now() - captured
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def calibrate(
+    meter: Meter, between: Sequence[Microbatch] = (), on_progress: Callable[[int, int], None] | None = None
+) -> tuple[Calibration, NDArray[np.float64]]:
+    """Capture and train on a few microbatches and fit the constants.
+
+    Args:
+        meter: what measures.
+        between: further microbatches to time, spread among the others and not used for the fit.
+        on_progress: called with (measurements done, all).
+
+    Returns:
+        The calibration, and float64[len(between), 2]: capture and training seconds of `between`.
+    """
     choices = choose_microbatches(
-        store.lengths,
-        store.train_indices,
-        token_budget=config.batching.token_budget,
-        can_pack=target.can_pack,
+        meter.store.lengths,
+        meter.store.train_indices,
+        token_budget=meter.config.batching.token_budget,
+        can_pack=meter.can_pack,
     )
-    microbatches = [
-        build_microbatch(
-            store, rows, width, num_anchors=config.objective.num_anchors, seed=config.training.seed, epoch=0
-        )
-        for rows, width in choices
-    ]
-
-    def timed(microbatch: Microbatch) -> tuple[float, float]:
-        started = _now(device)
-        features = capture(microbatch)
-        captured = _now(device)
-        loss_of(drafter, microbatch, features, same, backward=True)
-        return captured - started, _now(device) - captured
-
-    timed(microbatches[-1])  # compilation, first touches of memory
-    seconds = np.zeros((len(microbatches), 2))
-    for round_number in range(ROUNDS):
-        for i, microbatch in enumerate(microbatches):
-            seconds[i] += np.array(timed(microbatch)) / ROUNDS
-            if on_progress is not None:
-                on_progress(round_number * len(microbatches) + i + 1, ROUNDS * len(microbatches))
-    work = work_of(microbatches, drafter.shape.block_size)
+    microbatches = [meter.build(*choice) for choice in choices]
+    meter.seconds(microbatches[-1])  # compilation, first touches of memory
+    seconds, others = np.zeros((len(microbatches), 2)), np.zeros((len(between), 2))
+    own = [(seconds, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(microbatches)]
+    spread = [(others, i, microbatch) for i, microbatch in enumerate(between)]
+    turns = [((at + 0.5) / len(part), turn) for part in (own, spread) for at, turn in enumerate(part)]
+    turns.sort(key=lambda turn: turn[0])
+    for done, (_, (into, i, microbatch)) in enumerate(turns, 1):
+        into[i] += meter.seconds(microbatch)
+        if on_progress is not None:
+            on_progress(done, len(turns))
+    seconds /= ROUNDS
+    work = work_of(microbatches, meter.block_size)
     model = CostModel.fit(work, capture_seconds=seconds[:, 0], train_seconds=seconds[:, 1])
-    return Calibration(
+    found = Calibration(
         model=model,
         capture_seconds=seconds[:, 0],
         train_seconds=seconds[:, 1],
         fitted_seconds=model.seconds(work),
     )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return found, others

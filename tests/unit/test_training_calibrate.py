@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_core.batching.cost import Work
-from dflash_core.training.calibrate import calibrate, choose_microbatches, work_of
+from dflash_core.training.calibrate import Meter, calibrate, choose_microbatches, work_of
 from dflash_core.training.feed import build_microbatch
 from dflash_core.training.setup import Run
 from tests.training_run import write_run
@@ -54,8 +54,11 @@ def test_calibration_of_a_real_target(tmp_path: Path, tiny_target_dir: Path) -> 
     run_dir, _ = write_run(tmp_path, tiny_target_dir, {}, name="calibrated")
     before = {p.name for p in run_dir.iterdir()}
     seen: list[tuple[int, int]] = []
-    found = calibrate(Run.load(run_dir / "run.json"), lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (24, 24) and len(seen) == 24
+    meter = Meter(Run.load(run_dir / "run.json"))
+    other = meter.build(meter.store.train_indices[:2], 0)
+    found, others = calibrate(meter, [other] * 3, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (27, 27) and len(seen) == 27
+    assert others.shape == (3, 2) and (others > 0).all()
     constants = asdict(found.model)
     assert all(value >= 0 for value in constants.values()) and sum(constants.values()) > 0
     assert np.isfinite(found.fitted_seconds).all() and (found.fitted_seconds > 0).all()
