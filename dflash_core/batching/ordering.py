@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_core.batching.cores import on_all_cores
 from dflash_core.batching.randomness import random_words
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
@@ -82,18 +83,23 @@ def close_steps(tokens, tokens_per_step):
     return offsets[: steps + 1].copy()
 
 
-@numba.njit(cache=True)
-def take_microbatches(order, offsets, chosen):
-    """Samples and offsets of the microbatches `chosen`, one after the other: (int32[N], int64[n + 1])."""
-    new_offsets = np.zeros(len(chosen) + 1, np.int64)
+def take_microbatches(
+    order: NDArray[np.int32], offsets: NDArray[np.int64], chosen: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Samples and offsets of the microbatches `chosen`, one after the other: int32[N], int64[n + 1]."""
     out = np.empty(len(order), np.int32)
-    placed = 0
-    for i in range(len(chosen)):
+    into = np.concatenate([[0], np.cumsum(np.diff(offsets)[chosen])])
+    on_all_cores(len(chosen), len(order), lambda a, b: _take(out, into, order, offsets, chosen, a, b))
+    return out, into
+
+
+@numba.njit(cache=True, nogil=True)
+def _take(out, into, order, offsets, chosen, first, last):
+    for i in range(first, last):
+        placed = into[i]
         for j in range(offsets[chosen[i]], offsets[chosen[i] + 1]):
             out[placed] = order[j]
             placed += 1
-        new_offsets[i + 1] = placed
-    return out, new_offsets
 
 
 def deal(seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: int) -> NDArray[np.int32]:

@@ -22,6 +22,7 @@ import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dflash_core.batching.cores import on_all_cores
 from dflash_core.batching.cost import REFERENCE, Work
 from dflash_core.batching.metrics import mixing
 from dflash_core.batching.ordering import close_steps, deal, interleave, random_order, take_microbatches
@@ -258,15 +259,26 @@ def _checked(name: str, values: ArrayLike, *, low: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-@numba.njit(cache=True)
-def _sums(order, offsets, lengths, draft_slots):
-    """int64[5, n]: over each microbatch, sums of length, length^2, draft slots, draft slots * length;
-    longest.
-    """
-    n = len(offsets) - 1
-    out = np.zeros((5, n), np.int64)
+def _sums(
+    order: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    draft_slots: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """int64[5, n]: over each microbatch, sums of length, length^2, draft slots, draft slots * length; longest."""
+    out = np.zeros((5, len(offsets) - 1), np.int64)
+    on_all_cores(
+        len(offsets) - 1,
+        len(order),
+        lambda first, last: _add_up(out, order, offsets, lengths, draft_slots, first, last),
+    )
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_up(out, order, offsets, lengths, draft_slots, first, last):
     counted = len(draft_slots) > 0
-    for microbatch in range(n):
+    for microbatch in range(first, last):
         for i in range(offsets[microbatch], offsets[microbatch + 1]):
             length = np.int64(lengths[i])
             out[0, microbatch] += length
@@ -277,4 +289,3 @@ def _sums(order, offsets, lengths, draft_slots):
                 out[3, microbatch] += slots * length
             if length > out[4, microbatch]:
                 out[4, microbatch] = length
-    return out

@@ -13,6 +13,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_core.batching.cores import on_all_cores
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _U27, _U30, _U31, _U32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
@@ -56,11 +58,18 @@ def shuffled(n: int, key: np.uint64) -> NDArray[np.int32]:
     num_cells = 1
     while num_cells * _CELL < n:
         num_cells *= 2
-    return _shuffled(n, np.uint64(key), num_cells)
+    out, starts = _scattered(n, np.uint64(key), num_cells)
+    drawn = np.concatenate(
+        [[0], np.cumsum(np.maximum(np.diff(starts) - 1, 0))]
+    )  # words used before each cell
+    second = _mix64_scalar(np.uint64(key) ^ _GOLDEN)  # another stream for the order inside the cells
+    on_all_cores(num_cells, n, lambda first, last: _shuffle_cells(out, starts, drawn, second, first, last))
+    return out
 
 
-@numba.njit(cache=True)
-def _shuffled(n, key, num_cells):
+@numba.njit(cache=True, nogil=True)
+def _scattered(n, key, num_cells):
+    """Indices by cell, in order within it, and where each cell starts: int32[n], int64[num_cells + 1]."""
     out = np.empty(n, np.int32)
     starts = np.zeros(num_cells + 1, np.int64)
     cell_mask = np.uint64(num_cells - 1)
@@ -77,12 +86,16 @@ def _shuffled(n, key, num_cells):
         drawn = np.int64(_mix64_scalar(word) & cell_mask)
         out[cursor[drawn]] = i
         cursor[drawn] += 1
-    word = _mix64_scalar(key ^ _GOLDEN)  # another stream for the order inside the cells
-    for cell in range(num_cells):
+    return out, starts
+
+
+@numba.njit(cache=True, nogil=True)
+def _shuffle_cells(out, starts, drawn, key, first_cell, last_cell):
+    for cell in range(first_cell, last_cell):
         first = starts[cell]
+        word = key + np.uint64(drawn[cell]) * _GOLDEN
         for last in range(starts[cell + 1] - 1, first, -1):
             word += _GOLDEN
             span = np.uint64(last - first + 1)
             pick = first + np.int64(((_mix64_scalar(word) >> _U32) * span) >> _U32)
             out[last], out[pick] = out[pick], out[last]
-    return out

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_core.batching.buckets import edges_of_lengths, length_counts
+from dflash_core.batching.cores import on_all_cores
 from dflash_core.batching.randomness import shuffled, stream_key
 from dflash_core.config import BatchingConfig, UserError
 
@@ -132,13 +133,17 @@ def _offsets_of_marks(order: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.concatenate([[0], last + 1])
 
 
-@numba.njit(cache=True)
-def gathered(values, order):
-    """values[order], int32: in so short a loop the processor keeps many reads of memory under way at once."""
+def gathered(values: NDArray[np.int32], order: NDArray[np.int32]) -> NDArray[np.int32]:
+    """values[order]: in so short a loop the processor keeps many reads of memory under way at once."""
     out = np.empty(len(order), np.int32)
-    for i in range(len(order)):
-        out[i] = values[order[i]]
+    on_all_cores(len(order), len(order), lambda first, last: _gather(out, values, order, first, last))
     return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _gather(out, values, order, first, last):
+    for i in range(first, last):
+        out[i] = values[order[i]]
 
 
 @numba.njit(cache=True)
