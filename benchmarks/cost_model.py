@@ -1,12 +1,13 @@
 """The cost model against the machine: predicted and measured seconds of every strategy's microbatches.
 
-    python -m benchmarks.cost_model runs/compare-quickstart/latest              # about 6 minutes on two cores
+    python -m benchmarks.cost_model runs/compare-quickstart/latest              # about 9 minutes on two cores
     python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 8
 
 Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times some
 microbatches, evenly spaced, capture and drafter forward and backward, while it calibrates the constants on others: all
-take turns, strategy after strategy, so that a machine whose speed drifts drifts under all of them. Prints predicted /
-measured for each strategy and each of the two parts, then one line of JSON.
+take turns, strategy after strategy and three rounds of everything, so that a machine whose speed drifts drifts under all
+of them. Prints predicted / measured (means of the rounds) for each strategy and each of the two parts, then one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run's directory, as the flows write it")
-    parser.add_argument("--microbatches", type=int, default=6, help="of each strategy")
+    parser.add_argument("--microbatches", type=int, default=4, help="of each strategy")
     args = parser.parse_args()
     run = Run.load(args.run / "run.json")
     meter, config = Meter(run), run.config

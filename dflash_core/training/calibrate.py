@@ -154,7 +154,7 @@ def calibrate(
     meter.seconds(microbatches[-1])  # compilation, first touches of memory
     seconds, others = np.zeros((len(microbatches), 2)), np.zeros((len(between), 2))
     own = [(seconds, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(microbatches)]
-    spread = [(others, i, microbatch) for i, microbatch in enumerate(between)]
+    spread = [(others, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(between)]
     turns = [((at + 0.5) / len(part), turn) for part in (own, spread) for at, turn in enumerate(part)]
     turns.sort(key=lambda turn: turn[0])
     for done, (_, (into, i, microbatch)) in enumerate(turns, 1):
@@ -162,6 +162,7 @@ def calibrate(
         if on_progress is not None:
             on_progress(done, len(turns))
     seconds /= ROUNDS
+    others /= ROUNDS
     work = work_of(microbatches, meter.block_size)
     model = CostModel.fit(work, capture_seconds=seconds[:, 0], train_seconds=seconds[:, 1])
     found = Calibration(

@@ -123,6 +123,7 @@ def torchrun_arguments(
 ) -> list[str]:
     """Arguments of torch.distributed.run for this node (a single node needs no rendezvous address)."""
     ranks = ["--nproc-per-node", str(ranks_per_node(training)), "--max-restarts", "0"]
+    ranks += ["--log-dir", os.devnull]  # ranks report in the run's directory; torchrun would leave one under /tmp
     if training.num_nodes == 1:
         where = ["--standalone"]
     else:

@@ -57,7 +57,7 @@ def test_calibration_of_a_real_target(tmp_path: Path, tiny_target_dir: Path) -> 
     meter = Meter(Run.load(run_dir / "run.json"))
     other = meter.build(meter.store.train_indices[:2], 0)
     found, others = calibrate(meter, [other] * 3, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (27, 27) and len(seen) == 27
+    assert seen[-1] == (33, 33) and len(seen) == 33
     assert others.shape == (3, 2) and (others > 0).all()
     constants = asdict(found.model)
     assert all(value >= 0 for value in constants.values()) and sum(constants.values()) > 0
