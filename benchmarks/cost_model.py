@@ -4,10 +4,9 @@
     python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 8
 
 Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times some
-microbatches, evenly spaced, capture and drafter forward and backward, while it calibrates the constants on others: all
-take turns, strategy after strategy and three rounds of everything, so that a machine whose speed drifts drifts under all
-of them. Prints predicted / measured (means of the rounds) for each strategy and each of the two parts, then one line of
-JSON.
+microbatches, evenly spaced, capture and drafter forward and backward, while it calibrates the constants on others. All
+take turns, strategy after strategy, three rounds of everything, so that a machine whose speed drifts drifts under all.
+Prints predicted / measured (means of the rounds) for each strategy and each of the two parts, then one line of JSON.
 """
 
 from __future__ import annotations

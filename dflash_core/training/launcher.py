@@ -123,7 +123,8 @@ def torchrun_arguments(
 ) -> list[str]:
     """Arguments of torch.distributed.run for this node (a single node needs no rendezvous address)."""
     ranks = ["--nproc-per-node", str(ranks_per_node(training)), "--max-restarts", "0"]
-    ranks += ["--log-dir", os.devnull]  # ranks report in the run's directory; torchrun would leave one under /tmp
+    # ranks report in the run's directory; torchrun would leave an empty one of its own behind
+    ranks += ["--log-dir", os.devnull]
     if training.num_nodes == 1:
         where = ["--standalone"]
     else:
