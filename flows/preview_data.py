@@ -24,5 +24,5 @@ def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object
     tokenizer = ingest.load_tokenizer(
         str(steps.target_directory(config, target)), config.target.trust_remote_code
     )
-    rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.num_samples)
+    rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.limit)
     return {"rows": rows}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dflash_core.config import DataConfig, UserError
 from dflash_core.data import ingest as ingest_module
 from dflash_core.data.chat import Sample
-from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields
+from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
@@ -131,7 +131,10 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
     [
         (b"", "no rows"),
         (b"\n\n", "no rows"),
-        (b"once upon a time\nthere was\n", "no rows that are objects"),
+        (b"once upon a time\nthere was\n", "no rows that are objects.*; line 1: invalid JSON .*; allowed: one JSON"),
+        (json.dumps(chat("q", "yes"), indent=1).encode(), "line 1: invalid JSON .*allowed: one JSON object a line"),
+        (lines([chat("q", "yes")["messages"]] * 2), "line 1: not a JSON object"),
+        (lines([{"messages": [{"role": "user", "content": "q"}]}] * 50), "holds prompts only; columns seen: messages"),
         (lines([chat("q", None)]), "no usable row of 1"),
         (lines([{"text": "x"}]), "columns seen: text"),
     ],
@@ -163,6 +166,22 @@ def test_pretokenised_parquet(tmp_path: Path) -> None:
         (6, "no eligible anchor"),
         (7, "no input_ids and loss_mask"),
     ]
+
+
+def test_what_data_say_reaches_no_report_unchecked(tmp_path: Path) -> None:
+    refused = {"rejection": {"reason": "\ud800" + "x" * 9999, "detail": "\udfff"}}
+    rows = [chat("q", "yes"), refused, {"\udc00": 1}]
+    manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows))
+    assert rejects_of(shard) == [(2, "?" + "x" * 499), (3, "no conversation")]
+    assert json.dumps(manifest, ensure_ascii=False).encode()
+    with pytest.raises(UserError, match=r"columns seen: \\udc00"):
+        ingest(tmp_path / "x.jsonl", lines([{"\udc00": 1}]))
+    assert source_name(Path("a\udcff.jsonl")) == "a?"
+
+
+def test_blank_lines_do_not_hide_the_format(tmp_path: Path) -> None:
+    manifest, _ = ingest(tmp_path / "x.jsonl", b"\n" * 300 + lines([chat("q", "yes")]))
+    assert (manifest["num_blank"], manifest["num_samples"]) == (300, 1)
 
 
 def test_limit_counts_rows_not_lines(tmp_path: Path) -> None:
@@ -248,6 +267,8 @@ SEEDS = [
         ]
     },
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}]},
+    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": "{}"}], "tools": "[]"},
+    {"rejection": {"reason": "r", "detail": "d"}},
     {"instruction": "i", "input": "x", "output": "o"},
 ]
 
