@@ -69,7 +69,9 @@ class DataConfig:
         "auto"
     )
     limit: int | None = None  # at most this many rows a file, in file order
-    columns: dict[str, str] = field(default_factory=dict)  # column of the format (DATA_COLUMNS) -> of the file
+    columns: dict[str, str] = field(
+        default_factory=dict
+    )  # column of the format (DATA_COLUMNS) -> of the file
     roles: dict[str, str] = field(default_factory=dict)  # unknown role -> system, user, assistant or tool
     reasoning: Literal["keep", "drop"] = "drop"  # reasoning fields of an assistant turn
     chat_template: str | None = None  # a Jinja file; None: the tokenizer's own

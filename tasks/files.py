@@ -22,7 +22,9 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            here = {p for p in path.rglob("*") if p.name.lower().endswith(DATA_SUFFIXES) and _is_shown(p, path)}
+            here = {
+                p for p in path.rglob("*") if p.name.lower().endswith(DATA_SUFFIXES) and _is_shown(p, path)
+            }
             allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
         elif path.is_file():
             here, allowed = {path}, ""

@@ -229,7 +229,9 @@ class ChatEncoder:
             piece = rendered.text[start:end]
             places = [start + i for i, character in enumerate(piece) if character != broken]
             first = int(start > 0)  # what follows a control token is not encoded as the start of a text
-            encoding = plain_encoder.encode(broken * first + piece.replace(broken, ""), add_special_tokens=False)
+            encoding = plain_encoder.encode(
+                broken * first + piece.replace(broken, ""), add_special_tokens=False
+            )
             token_ids.extend(encoding.ids[first:])
             loss_mask.extend(
                 inside(places[a - first], places[b - 1 - first] + 1) if b > a else 0

@@ -15,7 +15,8 @@ counted. Rules that hold for all formats:
 - Roles are system, user, assistant and tool, and the known names in `ROLES`; any other refuses the row unless
   `data.roles` maps it. No turn is ever skipped.
 - Tool calls keep their arguments, an object or a string of one; calls that are no JSON, or of another role than
-  the assistant's, refuse the row; so does a template that renders no `tool_calls`, except ShareGPT's `function_call`, whose value is the text that the assistant wrote.
+  the assistant's, refuse the row; so does a template that renders no `tool_calls`, except for ShareGPT's
+  `function_call`, whose value is the text that the assistant wrote.
 - Reasoning fields are dropped (`data.reasoning: drop`) or handed to the template under the names it reads
   (`keep`).
 - `open_end: true` on an assistant turn says that it was cut: see `Conversation.open_ends`.
@@ -68,9 +69,7 @@ class Tokens:
     loss_mask: Any
 
 
-def detect_format(
-    rows: Iterable[Row], config: DataConfig, *, source: str, answered: bool = True
-) -> str:
+def detect_format(rows: Iterable[Row], config: DataConfig, *, source: str, answered: bool = True) -> str:
     """The format of a file by the columns of its first rows (at most 100 are looked at by the caller).
 
     Args:
@@ -110,7 +109,11 @@ def _other_kind(rows: Iterable[Row]) -> str | None:
         return "preference pairs"
     if filled & MEDIA_COLUMNS:
         return "images or other media"
-    if {"message_tree_id", "parent_id"} <= columns or {"prompt", "replies"} <= columns or "mapping" in columns:
+    if (
+        {"message_tree_id", "parent_id"} <= columns
+        or {"prompt", "replies"} <= columns
+        or "mapping" in columns
+    ):
         return "message trees"
     return None
 
@@ -198,7 +201,9 @@ class RowReader:
                 self.notes[f"data.columns.{ours}: no column {theirs!r}"] += 1
         try:
             if self._refuses_media and (media := [n for n in MEDIA_COLUMNS & row.keys() if row[n]]):
-                return Rejection("images or other media", f"column {media[0]}; name data.format to read the text")
+                return Rejection(
+                    "images or other media", f"column {media[0]}; name data.format to read the text"
+                )
             return self._read(_mapped(row, self.config.columns))
         except RefusedRowError as refused:
             return refused.rejection
@@ -300,9 +305,7 @@ class RowReader:
             self._assistant(turn, name, message, calls)
         return message
 
-    def _assistant(
-        self, turn: dict[str, Any], name: str, message: dict[str, Any], calls: list[Any]
-    ) -> None:
+    def _assistant(self, turn: dict[str, Any], name: str, message: dict[str, Any], calls: list[Any]) -> None:
         """Tool calls and reasoning of an assistant turn."""
         if turn.get("loss_weight", turn.get("weight", turn.get("train", 1))) in (0, False):
             self.notes["assistant turns marked as not to be trained on are supervised all the same"] += 1

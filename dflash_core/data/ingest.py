@@ -87,9 +87,7 @@ def ingest_file(
         return writer.close()
 
 
-def open_rows(
-    path: Path | str, config: DataConfig, *, answered: bool = True
-) -> tuple[str, Iterator[RawRow]]:
+def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) -> tuple[str, Iterator[RawRow]]:
     """Format and rows of a file or of "stdlib", at most `data.limit` of them; blank lines are no rows.
 
     Args:
@@ -118,7 +116,9 @@ def open_rows(
 def _why(rows: list[RawRow]) -> str:
     """What was wrong with the first row, and what a row is."""
     refused = next((row for row in rows if isinstance(row.value, Rejection)), None)
-    seen = "" if refused is None else f"; line {refused.line}: {refused.value.reason} ({refused.value.detail})"
+    seen = (
+        "" if refused is None else f"; line {refused.line}: {refused.value.reason} ({refused.value.detail})"
+    )
     return f"{seen}; allowed: one JSON object a line, a JSON array of objects, Parquet; columns: {ACCEPTED}"
 
 

@@ -20,6 +20,7 @@ microbatch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -340,6 +341,7 @@ class TokenStore:
         recode = np.asarray([rank[name] for name in names] or [0], dtype=np.int16)
         self.source_id: NDArray[np.int16] = recode[encoded.indices.to_numpy()]
         keys = samples["validation_key"].to_numpy()
+        self._keys = keys
         bound = validation_threshold(keys, share=validation_share, minimum=min_validation_samples)
         self.is_validation: NDArray[np.bool_] = keys < np.uint64(bound)
         self.train_indices = np.flatnonzero(~self.is_validation).astype(np.int32)
@@ -389,6 +391,11 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @functools.cached_property
+    def num_repeats(self) -> int:
+        """Samples whose tokens and mask are those of another one before them, whatever the file."""
+        return len(self._keys) - len(np.unique(self._keys))
 
     def _locate(self, index: int) -> tuple[int, int, int]:
         """Shard of a sample and the bounds of its tokens there."""

@@ -244,11 +244,15 @@ def test_control_strings_change_no_token_of_the_template(scheme: str) -> None:
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
     controls = [AddedToken(text, special=True, normalized=False) for text in [*CONTROLS, "<unk>"]]
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=controls)
-    tokenizer.train_from_iterator(["user assistant system You are a helpful <|im_end|> yes no\n"] * 9, trainer)
+    tokenizer.train_from_iterator(
+        ["user assistant system You are a helpful <|im_end|> yes no\n"] * 9, trainer
+    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     wrapped.chat_template = CHATML
     encoder = ChatEncoder(wrapped, DataConfig(), None)
-    clean, dirty = (sample_of(encoder, ("user", "yes" + text), ("assistant", "no")) for text in ("", "<|im_end|>"))
+    clean, dirty = (
+        sample_of(encoder, ("user", "yes" + text), ("assistant", "no")) for text in ("", "<|im_end|>")
+    )
     assert small_runs(wrapped, dirty) == small_runs(wrapped, clean)
     tokens = wrapped.convert_ids_to_tokens(dirty.token_ids.tolist())
     first = wrapped.convert_ids_to_tokens(clean.token_ids.tolist())

@@ -115,7 +115,9 @@ def test_json_lines_whose_first_line_starts_like_an_array(tmp_path: Path, first:
 
 
 def test_broken_deflate_data_is_named(tmp_path: Path) -> None:
-    content = bytearray(gzip.compress(b"".join(json.dumps({"a": n * n}).encode() + b"\n" for n in range(2000))))
+    content = bytearray(
+        gzip.compress(b"".join(json.dumps({"a": n * n}).encode() + b"\n" for n in range(2000)))
+    )
     seen = set()
     for place in range(20, 400, 7):
         broken = bytearray(content)
@@ -169,7 +171,10 @@ def test_parquet_of_large_types_and_structs(tmp_path: Path) -> None:
 
 def test_nulls_that_arrow_fills_in_are_not_in_the_rows(tmp_path: Path) -> None:
     """One schema for all rows: without care each call would get the arguments of every other call."""
-    calls = [[{"name": "f", "arguments": {"x": 1}}], [{"name": "g", "arguments": {"y": [{"z": "s"}, {"w": 2}]}}]]
+    calls = [
+        [{"name": "f", "arguments": {"x": 1}}],
+        [{"name": "g", "arguments": {"y": [{"z": "s"}, {"w": 2}]}}],
+    ]
     rows = [{"messages": [{"role": "assistant", "content": None, "tool_calls": call}]} for call in calls]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     assert [row.value for row in read_rows(tmp_path / "x.parquet")] == rows

@@ -131,10 +131,19 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
     [
         (b"", "no rows"),
         (b"\n\n", "no rows"),
-        (b"once upon a time\nthere was\n", "no rows that are objects.*; line 1: invalid JSON .*; allowed: one JSON"),
-        (json.dumps(chat("q", "yes"), indent=1).encode(), "line 1: invalid JSON .*allowed: one JSON object a line"),
+        (
+            b"once upon a time\nthere was\n",
+            "no rows that are objects.*; line 1: invalid JSON .*; allowed: one JSON",
+        ),
+        (
+            json.dumps(chat("q", "yes"), indent=1).encode(),
+            "line 1: invalid JSON .*allowed: one JSON object a line",
+        ),
         (lines([chat("q", "yes")["messages"]] * 2), "line 1: not a JSON object"),
-        (lines([{"messages": [{"role": "user", "content": "q"}]}] * 50), "holds prompts only; columns seen: messages"),
+        (
+            lines([{"messages": [{"role": "user", "content": "q"}]}] * 50),
+            "holds prompts only; columns seen: messages",
+        ),
         (lines([chat("q", None)]), "no usable row of 1"),
         (lines([{"text": "x"}]), "columns seen: text"),
     ],
@@ -267,7 +276,10 @@ SEEDS = [
         ]
     },
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}]},
-    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": "{}"}], "tools": "[]"},
+    {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": "{}"}],
+        "tools": "[]",
+    },
     {"rejection": {"reason": "r", "detail": "d"}},
     {"instruction": "i", "input": "x", "output": "o"},
 ]
