@@ -328,17 +328,18 @@ def evaluate(
     config: RunConfig,
     options: FlowOptions,
     target_pointer: Pointer,
-    dataset: Dataset,
+    dataset: Dataset | None,
     drafter_directory: Path,
     label: str = "evaluate",
 ) -> Pointer:
-    """Speculative decoding with an exported drafter."""
+    """Speculative decoding with an exported drafter; the data set may be None where prompt files are named."""
     root, digests = root_of(config), FileDigests(root_of(config))
     inputs = evaluation.evaluation_inputs(
         config.evaluation,
         drafter_directory=drafter_directory,
         target_fingerprint=target_pointer["fingerprint"],
-        sets=evaluation.prompt_sets(config.evaluation, dataset.digest, digests),
+        sets=evaluation.prompt_sets(config.evaluation, dataset.digest if dataset else None, digests),
+        chat_template=config.data.chat_template,
         digests=digests,
     )
     digests.save()
@@ -355,7 +356,7 @@ def evaluate(
             "device_map": config.target.device_map,
             "device": config.training.device,
             "prompt_paths": [str(Path(path).expanduser()) for path in config.evaluation.prompts],
-            "shards": dataset.shards,
+            "shards": dataset.shards if dataset else [],
             "data": to_dict(config.data),
         },
     )

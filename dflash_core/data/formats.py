@@ -228,6 +228,7 @@ class RowReader:
                 raise RefusedRowError("wrong shape", "history is not a list of [question, answer]")
             messages += _exchange(_text(pair[0], "history"), _text(pair[1], "history"))
         messages += _exchange("\n\n".join(part for part in question if part), _text(output, "output"))
+        self._reasoning(row, messages[-1])
         return Conversation(messages)
 
     def _prompt_response(self, row: Row) -> Conversation:
@@ -241,7 +242,9 @@ class RowReader:
                 response if isinstance(response, list) else [{"role": "assistant", "content": response}]
             )
             return self._turns({**row, "messages": [*prompt, *response]})
-        return Conversation(_system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response")))
+        messages = _system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response"))
+        self._reasoning(row, messages[-1])
+        return Conversation(messages)
 
     def _turns(self, row: Row) -> Conversation:
         column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
@@ -315,7 +318,11 @@ class RowReader:
             if not self._reads_tool_calls:
                 raise RefusedRowError("tool call", "the chat template renders no tool_calls")
             message["tool_calls"] = [_tool_call(call) for call in calls]
-        reasoning = next((turn[key] for key in REASONING_FIELDS if turn.get(key)), None)
+        self._reasoning(turn, message)
+
+    def _reasoning(self, fields: Row, message: dict[str, Any]) -> None:
+        """Reasoning that stands beside an assistant's content, in a turn or in a row of columns."""
+        reasoning = next((fields[key] for key in REASONING_FIELDS if fields.get(key)), None)
         if reasoning is not None and self.config.reasoning == "keep":
             if not self._reasoning_names:
                 raise RefusedRowError(

@@ -124,6 +124,8 @@ class ChatTemplate:
         after = [(whole.find(c, position), -len(c), c) for c in self.controls if whole.find(c, position) >= 0]
         if position >= 0 and after:
             self._end_of_turn = min(after)[2]
+        if self._marks_turns and not self._turns_marked(messages, None)[1]:
+            self._marks_turns = False  # the block stands in a comment, or is never reached
         return True
 
     def _render(

@@ -265,6 +265,12 @@ def small_runs(tokenizer: Any, sample: Sample) -> list[str]:
     return tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask.astype(bool)].tolist())
 
 
+def test_a_generation_block_that_is_a_comment_marks_nothing() -> None:
+    encoder = with_template("{# no {% generation %} here #}" + CHATML)
+    sample = sample_of(encoder, ("user", "q"), ("assistant", "a"))
+    assert supervised_texts(sample) == ["a<|im_end|>"]
+
+
 def test_a_generation_block_over_the_header_leaves_the_header_out() -> None:
     template = (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"

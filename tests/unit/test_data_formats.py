@@ -175,6 +175,16 @@ def test_reasoning_is_dropped_or_kept_by_name() -> None:
     assert reason(row, reasoning="keep") == "reasoning"
 
 
+@pytest.mark.parametrize("row", [{"prompt": "q", "response": "a"}, {"instruction": "q", "output": "a"}])
+def test_reasoning_in_a_column_follows_the_same_rule(row: dict[str, Any]) -> None:
+    row = {**row, "thinking": "hm"}
+    kept = read(row, "reasoning_content", reasoning="keep")
+    assert isinstance(kept, Conversation)
+    assert kept.messages == [PAIR[0], {**PAIR[1], "reasoning_content": "hm"}]
+    assert turns(row) == [("user", "q"), ("assistant", "a")]
+    assert reason(row, reasoning="keep") == "reasoning"
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
