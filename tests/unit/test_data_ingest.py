@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -266,6 +267,41 @@ def mutate(row: bytes, generator: random.Random) -> bytes:
     return row
 
 
+NASTY_VALUES: list[Any] = [
+    None, True, 0, 2**70, "", "a", "assistant", "\ud800", "\ufdd0", "\0", "<|im_end|>", "<|mask|>", "null", "[{}]",
+    [], {}, [1], [[]], [{}], {"role": 3}, {"name": "f"}, ["user", "assistant"],
+]  # fmt: skip
+
+
+def mutate_value(value: Any, generator: random.Random) -> Any:
+    """The value with one thing somewhere inside it replaced: still JSON, of another shape."""
+    if isinstance(value, dict) and value and generator.random() < 0.9:
+        key = generator.choice(list(value))
+        return {**value, key: mutate_value(value[key], generator)}
+    if isinstance(value, list) and value and generator.random() < 0.9:
+        place = generator.randrange(len(value))
+        return [*value[:place], mutate_value(value[place], generator), *value[place + 1 :]]
+    return generator.choice(NASTY_VALUES)
+
+
+WITH_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def some_tokenizer(seed: int) -> Any:
+    """A family's, or one whose template renders tool calls and reasoning."""
+    families = [*TEMPLATES, "calls"]
+    family = families[seed % len(families)]
+    if family in TEMPLATES:
+        return small_tokenizer(family)
+    tokenizer = copy.copy(small_tokenizer())
+    tokenizer.chat_template = WITH_CALLS
+    return tokenizer
+
+
 SEEDS = [
     chat("What is this?", "hello world"),
     {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a b c"}], "system": "s"},
@@ -282,6 +318,12 @@ SEEDS = [
     },
     {"rejection": {"reason": "r", "detail": "d"}},
     {"instruction": "i", "input": "x", "output": "o"},
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "yes", "reasoning": "hm"},
+        ]
+    },
 ]
 
 
@@ -289,9 +331,18 @@ def check_mutated_file(directory: Path, seed: int, num_rows: int) -> int:
     """Ingest mutated rows; every line must come out as a sample, a reject or a blank. Returns the lines."""
     generator = random.Random(seed)
     content = lines([SEEDS[0]])
-    for _ in range(num_rows):
-        content += mutate(json.dumps(generator.choice(SEEDS)).encode(), generator) + b"\n"
-    manifest, shard = ingest(directory / "x.jsonl", content)
+    for number in range(num_rows):
+        row = generator.choice(SEEDS)
+        if number % 2:
+            content += lines([mutate_value(row, generator)])
+        else:
+            content += mutate(json.dumps(row).encode(), generator) + b"\n"
+    (directory / "x.jsonl").write_bytes(content)
+    shard = directory / "shard"
+    config = DataConfig(max_reject_share=1.0, reasoning=generator.choice(("keep", "drop")))
+    manifest = ingest_file(
+        directory / "x.jsonl", config, some_tokenizer(seed), shard, mask_token_id=MASK_TOKEN_ID
+    )
     physical = content.split(b"\n")[:-1]
     blanks = sum(not line.removeprefix(b"\xef\xbb\xbf").strip() for line in physical)
     assert manifest["num_rows"] == manifest["num_samples"] + manifest["num_rejected"]
