@@ -29,7 +29,10 @@ from dflash_core.data.chat import Rejection
 MAX_ROW_BYTES = 64 << 20
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\],]|"', re.DOTALL)
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_TOKEN = re.compile(  # a string, an object of nothing but strings and numbers, a bracket or comma, an open string
+    rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -194,18 +197,17 @@ def _parse(line: bytes) -> Any:
 
 def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
     """Elements of a JSON array, found by brackets and strings, so that a bad one refuses itself alone."""
-    buffer = first
-    line = 1 + buffer[: buffer.index(b"[")].count(b"\n")
-    buffer = buffer[buffer.index(b"[") + 1 :]
-    scan, depth, ended = 0, 0, False
-    while True:
+    start = first.index(b"[") + 1  # of the next element in the buffer
+    line = 1 + first[:start].count(b"\n")  # on which it starts
+    buffer, scan, depth, ended = first, start, 0, False
+    while not ended:
         match = _TOKEN.search(buffer, scan)
         if match is None or match.group() == b'"':  # nothing more here, or a string that goes on
-            chunk = stream.read(max(_CHUNK, len(buffer)))
-            if not chunk or len(buffer) > 4 * MAX_ROW_BYTES:
+            chunk = stream.read(max(_CHUNK, len(buffer) - start))
+            if not chunk or len(buffer) - start > 4 * MAX_ROW_BYTES:
                 break
-            scan = match.start() if match else max(scan, len(buffer))
-            buffer += chunk
+            scan = (match.start() if match else max(scan, len(buffer))) - start
+            buffer, start = buffer[start:] + chunk, 0
             continue
         token, scan = match.group(), match.end()
         if token in (b"{", b"["):
@@ -213,21 +215,18 @@ def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
         elif token in (b"}", b"]") and depth:
             depth -= 1
         elif depth == 0 and token in (b",", b"]"):
-            element = buffer[: match.start()]
+            element = buffer[start : match.start()]
             row_line = line + element[: len(element) - len(element.lstrip())].count(b"\n")
             if element.strip() or token == b",":
                 value = _parse(element)
                 yield RawRow(row_line, Rejection("invalid JSON", "empty element") if value is None else value)
-            line += buffer[:scan].count(b"\n")
-            buffer, scan = buffer[scan:], 0
-            if token == b"]":
-                ended = True
-                break
-    rest = buffer + (stream.read(_CHUNK) if ended else b"")
+            line += element.count(b"\n")
+            start, ended = scan, token == b"]"
+    rest = buffer[start:] + (stream.read(_CHUNK) if ended else b"")
     if rest.strip():
-        start = len(rest) - len(rest.lstrip())
+        blank = len(rest) - len(rest.lstrip())
         reason = "text after the end of the JSON array" if ended else "JSON array breaks off"
-        yield RawRow(line + rest[:start].count(b"\n"), Rejection(reason, repr(rest[start : start + 60])))
+        yield RawRow(line + rest[:blank].count(b"\n"), Rejection(reason, repr(rest[blank : blank + 60])))
     elif not ended:
         yield RawRow(line, Rejection("JSON array breaks off", "no closing bracket"))
 
