@@ -30,8 +30,10 @@ MAX_ROW_BYTES = 64 << 20
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_TOKEN = re.compile(  # a string, an object of nothing but strings and numbers, a bracket or comma, an open string
-    rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL
+_TOKEN = (
+    re.compile(  # a string, an object of nothing but strings and numbers, a bracket or comma, an open string
+        rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL
+    )
 )
 
 

@@ -229,7 +229,7 @@ class RowReader:
             messages += _exchange(_text(pair[0], "history"), _text(pair[1], "history"))
         messages += _exchange("\n\n".join(part for part in question if part), _text(output, "output"))
         self._reasoning(row, messages[-1])
-        return Conversation(messages)
+        return Conversation(messages, self._tools(row))
 
     def _prompt_response(self, row: Row) -> Conversation:
         prompt = next((row[name] for name in ("prompt", "question") if row.get(name) is not None), None)
@@ -244,7 +244,7 @@ class RowReader:
             return self._turns({**row, "messages": [*prompt, *response]})
         messages = _system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response"))
         self._reasoning(row, messages[-1])
-        return Conversation(messages)
+        return Conversation(messages, self._tools(row))
 
     def _turns(self, row: Row) -> Conversation:
         column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
@@ -257,8 +257,11 @@ class RowReader:
         if not turns:
             raise RefusedRowError("empty conversation")
         messages = [self._message(turn, number) for number, turn in enumerate(turns)]
+        system = _system(row)
         if messages[0]["role"] != "system":
-            messages = _system(row) + messages
+            messages = system + messages
+        elif system and system[0]["content"] != messages[0]["content"]:
+            self.notes["system column left out (the conversation has a system turn)"] += 1
         first = len(messages) - len(turns)
         cut = [
             first + i

@@ -240,6 +240,19 @@ def test_media_refuse_their_row_alone_and_empty_media_columns_nothing() -> None:
     assert turns({"messages": PAIR, "images": ["a.png"]}, format="messages")[1] == ("assistant", "a")
 
 
+def test_a_system_column_beside_a_system_turn_and_tools_of_any_format() -> None:
+    notes: Counter[str] = Counter()
+    reader = RowReader("messages", DataConfig(), reads=lambda _: True, notes=notes)
+    system = {"role": "system", "content": "s"}
+    for column in ("s", None, "other"):
+        read_row = reader.read({"messages": [system, *PAIR], "system": column})
+        assert isinstance(read_row, Conversation) and read_row.messages == [system, *PAIR]
+    assert notes == {"system column left out (the conversation has a system turn)": 1}
+    for row in ({"prompt": "q", "response": "a"}, {"instruction": "q", "output": "a"}):
+        conversation = read({**row, "tools": [{"name": "f"}]}, "tools")
+        assert conversation == Conversation(PAIR, [{"name": "f"}])
+
+
 def test_a_mapped_column_that_is_not_there_is_counted() -> None:
     config = DataConfig(columns={"system": "sytem"})
     notes: Counter[str] = Counter()
