@@ -20,7 +20,7 @@ from typing import Any, Literal
 STRATEGIES = ("sorted", "sorted_fresh", "random", "bucketed", "packed")
 Strategy = Literal["sorted", "sorted_fresh", "random", "bucketed", "packed"]
 DType = Literal["auto", "bfloat16", "float32"]
-DATA_COLUMNS = (
+DATA_COLUMNS = (  # what the formats read, see dflash_core/data/formats.py
     "messages", "conversations", "conversation", "tools", "system", "system_prompt", "history", "instruction", "input",
     "prompt", "question", "response", "completion", "answer", "output", "input_ids", "loss_mask",
 )  # fmt: skip
