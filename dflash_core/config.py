@@ -20,6 +20,10 @@ from typing import Any, Literal
 STRATEGIES = ("sorted", "sorted_fresh", "random", "bucketed", "packed")
 Strategy = Literal["sorted", "sorted_fresh", "random", "bucketed", "packed"]
 DType = Literal["auto", "bfloat16", "float32"]
+DATA_COLUMNS = (  # what the formats read, see dflash_core/data/formats.py
+    "messages", "conversations", "conversation", "tools", "system", "system_prompt", "history", "instruction", "input",
+    "prompt", "question", "response", "completion", "answer", "output", "input_ids", "loss_mask",
+)  # fmt: skip
 
 
 class UserError(ValueError):
@@ -65,7 +69,9 @@ class DataConfig:
         "auto"
     )
     limit: int | None = None  # at most this many rows a file, in file order
-    columns: dict[str, str] = field(default_factory=dict)  # column of the format -> column of the file
+    columns: dict[str, str] = field(
+        default_factory=dict
+    )  # column of the format (DATA_COLUMNS) -> of the file
     roles: dict[str, str] = field(default_factory=dict)  # unknown role -> system, user, assistant or tool
     reasoning: Literal["keep", "drop"] = "drop"  # reasoning fields of an assistant turn
     chat_template: str | None = None  # a Jinja file; None: the tokenizer's own
@@ -92,6 +98,8 @@ class DataConfig:
             self.min_validation_samples,
             ">= 1",
         )
+        for column in self.columns:
+            _require(column in DATA_COLUMNS, "data.columns", column, ", ".join(DATA_COLUMNS))
         for role, mapped in self.roles.items():
             _require(
                 mapped in ("system", "user", "assistant", "tool"),

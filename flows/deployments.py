@@ -67,11 +67,11 @@ class AdviseOptions(FlowOptions):
 class PreviewOptions(FlowOptions):
     """preview-data: how much to show."""
 
-    num_samples: int = 3
+    limit: int = 3  # samples
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_samples <= 100:
-            raise UserError(f"num_samples: {self.num_samples!r} is not allowed; allowed: 1 to 100")
+        if not 1 <= self.limit <= 100:
+            raise UserError(f"limit: {self.limit!r} is not allowed; allowed: 1 to 100")
 
 
 @dataclass(frozen=True, kw_only=True)

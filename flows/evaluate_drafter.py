@@ -30,7 +30,10 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
             f"drafter_path: {str(place)!r} holds no drafter; allowed: a run's directory or its drafter/"
         )
     target = steps.prepare_target(config, options)
-    dataset = steps.ingest_all(config, options, target)
+    dataset = None if config.evaluation.prompts else steps.ingest_all(config, options, target)
     evaluated = steps.evaluate(config, options, target, dataset, directory.resolve())
-    report.print_table(f"{config.deployment}: {directory}", report.evaluation_rows(evaluated["evaluation"]))
+    report.print_table(
+        f"{config.deployment}: {directory}",
+        [*report.evaluation_rows(evaluated["evaluation"]), *report.acceptance_rows(evaluated["evaluation"])],
+    )
     return evaluated["evaluation"]

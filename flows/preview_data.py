@@ -12,7 +12,7 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.deployments import PreviewOptions
 from flows.entry import run_flow
-from tasks import ingest, preview
+from tasks import ingest, preview, report
 
 
 @run_flow("preview-data")
@@ -24,5 +24,6 @@ def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object
     tokenizer = ingest.load_tokenizer(
         str(steps.target_directory(config, target)), config.target.trust_remote_code
     )
-    rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.num_samples)
+    report.print_table(f"{config.deployment}: data", preview.file_rows(dataset.pointers))
+    rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.limit)
     return {"rows": rows}

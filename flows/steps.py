@@ -28,6 +28,7 @@ class Dataset:
     pointers: list[Pointer]
     digest: str  # of the token store: shards in order and the split
     validation_bound: int
+    num_repeats: int  # samples that repeat another one, of any file, token by token
 
 
 def check_options(options: FlowOptions) -> None:
@@ -96,6 +97,12 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
         config = replace(config, data=regenerate.regenerated_data(config.data))
     rules = ingest.ingest_rules(config, digests)
     digests.save()
+    unique = list({(s.name, s.digest): s for s in sources}.values())
+    if len(unique) < len(sources):
+        get_run_logger().warning(
+            "data.files: %d files repeat another one by name and content; each is read once",
+            len(sources) - len(unique),
+        )
     futures = [
         ingest.ingest.submit(
             root,
@@ -111,7 +118,7 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
             target_directory=str(target_directory(config, target_pointer)),
             trust_remote_code=config.target.trust_remote_code,
         )
-        for source in {(s.name, s.digest): s for s in sources}.values()
+        for source in unique
     ]
     pointers = [future.result() for future in futures]
     return _open(config, pointers)
@@ -154,15 +161,25 @@ def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
     if len(store.train_indices) == 0:
         raise UserError(f"data.files: {len(store)} samples, none left for training; allowed: more rows")
     logger.info(
-        "data: %d samples, %d tokens, %d for validation, %d rows rejected",
+        "data: %d samples, %d tokens, %d for validation, %d rows rejected, %d exact repeats kept",
         len(store),
         int(store.lengths.sum()),
         len(store.validation_indices),
         rejected,
+        store.num_repeats,
     )
+    for kind in ("rejects", "notes"):
+        for text, count in list(report.counts_of(pointers, kind).items())[:5]:
+            logger.info("data: %d rows %s: %s", count, "rejected" if kind == "rejects" else "kept", text)
     samples = [Path(shard) / "samples.parquet" for shard in shards]
     bound = length_profile.validation_bound(samples, config.data)
-    return Dataset(shards=shards, pointers=pointers, digest=store.digest, validation_bound=bound)
+    return Dataset(
+        shards=shards,
+        pointers=pointers,
+        digest=store.digest,
+        validation_bound=bound,
+        num_repeats=store.num_repeats,
+    )
 
 
 def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> Pointer:
@@ -248,7 +265,9 @@ def show_plans(
 ) -> None:
     """Data and plans in the terminal and as Prefect artifacts."""
     figures = report.plan_figures(made)
-    stats = report.dataset_figures(profile_pointer["stats"], dataset.pointers)
+    stats = report.dataset_figures(
+        profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
+    )
     report.print_table(
         f"{config.deployment}: data and plans",
         [
@@ -309,17 +328,18 @@ def evaluate(
     config: RunConfig,
     options: FlowOptions,
     target_pointer: Pointer,
-    dataset: Dataset,
+    dataset: Dataset | None,
     drafter_directory: Path,
     label: str = "evaluate",
 ) -> Pointer:
-    """Speculative decoding with an exported drafter."""
+    """Speculative decoding with an exported drafter; the data set may be None where prompt files are named."""
     root, digests = root_of(config), FileDigests(root_of(config))
     inputs = evaluation.evaluation_inputs(
         config.evaluation,
         drafter_directory=drafter_directory,
         target_fingerprint=target_pointer["fingerprint"],
-        sets=evaluation.prompt_sets(config.evaluation, dataset.digest, digests),
+        sets=evaluation.prompt_sets(config.evaluation, dataset.digest if dataset else None, digests),
+        chat_template=config.data.chat_template,
         digests=digests,
     )
     digests.save()
@@ -336,7 +356,7 @@ def evaluate(
             "device_map": config.target.device_map,
             "device": config.training.device,
             "prompt_paths": [str(Path(path).expanduser()) for path in config.evaluation.prompts],
-            "shards": dataset.shards,
+            "shards": dataset.shards if dataset else [],
             "data": to_dict(config.data),
         },
     )
@@ -354,7 +374,9 @@ def write_report(
     """report.json, report.md and plots in the run's directory, a table in the terminal."""
     written = report.write_report(
         to_dict(config),
-        dataset=report.dataset_figures(profile_pointer["stats"], dataset.pointers),
+        dataset=report.dataset_figures(
+            profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
+        ),
         edges=edges_pointer,
         plans=made,
         trained=trained,

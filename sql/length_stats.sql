@@ -1,15 +1,28 @@
--- Grain: one row. Drops nothing; quantiles are of all samples.
--- Inputs: $shards, list of samples.parquet; $validation_bound, keys below it are validation samples.
+-- Grain: one row. Input: length_counts. Drops nothing; quantiles are of all samples.
+-- Quantile q is the shortest length that at least a share q of the samples does not exceed.
+WITH lengths AS (
+    SELECT sequence_length, sum(num_samples) AS num_samples
+    FROM length_counts
+    GROUP BY sequence_length
+),
+
+shares AS (
+    SELECT
+        sequence_length,
+        sum(num_samples) OVER (ORDER BY sequence_length) / sum(num_samples) OVER () AS share
+    FROM lengths
+)
+
 SELECT
-    count(*)::BIGINT AS num_samples,
-    count(*) FILTER (WHERE validation_key < $validation_bound)::BIGINT AS num_validation_samples,
-    coalesce(sum(sequence_length), 0)::BIGINT AS num_tokens,
+    coalesce(sum(num_samples), 0)::BIGINT AS num_samples,
+    coalesce(sum(num_samples) FILTER (WHERE is_validation), 0)::BIGINT AS num_validation_samples,
+    coalesce(sum(sequence_length * num_samples), 0)::BIGINT AS num_tokens,
     coalesce(sum(num_supervised_tokens), 0)::BIGINT AS num_supervised_tokens,
     coalesce(sum(num_eligible_anchors), 0)::BIGINT AS num_eligible_anchors,
-    min(sequence_length)::BIGINT AS min_length,
-    avg(sequence_length) AS mean_length,
-    quantile_disc(sequence_length, 0.5)::BIGINT AS median_length,
-    quantile_disc(sequence_length, 0.9)::BIGINT AS p90_length,
-    quantile_disc(sequence_length, 0.99)::BIGINT AS p99_length,
-    max(sequence_length)::BIGINT AS max_length
-FROM read_parquet($shards, union_by_name = true)
+    min(sequence_length) AS min_length,
+    sum(sequence_length * num_samples) / sum(num_samples) AS mean_length,
+    (SELECT min(sequence_length) FROM shares WHERE share >= 0.5) AS median_length,
+    (SELECT min(sequence_length) FROM shares WHERE share >= 0.9) AS p90_length,
+    (SELECT min(sequence_length) FROM shares WHERE share >= 0.99) AS p99_length,
+    max(sequence_length) AS max_length
+FROM length_counts

@@ -1,14 +1,32 @@
--- Grain: one row a source. Key: source, ascending. Input: $shards, list of samples.parquet. Drops nothing.
+-- Grain: one row a source. Key: source, ascending. Input: length_counts. Drops nothing; quantiles as in length_stats.
+WITH lengths AS (
+    SELECT
+        source,
+        sequence_length,
+        sum(num_samples) AS num_samples,
+        sum(num_supervised_tokens) AS num_supervised_tokens
+    FROM length_counts
+    GROUP BY source, sequence_length
+),
+
+shares AS (
+    SELECT
+        *,
+        sum(num_samples) OVER (PARTITION BY source ORDER BY sequence_length)
+        / sum(num_samples) OVER (PARTITION BY source) AS share
+    FROM lengths
+)
+
 SELECT
     source,
-    count(*)::BIGINT AS num_samples,
-    sum(sequence_length)::BIGINT AS num_tokens,
+    sum(num_samples)::BIGINT AS num_samples,
+    sum(sequence_length * num_samples)::BIGINT AS num_tokens,
     sum(num_supervised_tokens)::BIGINT AS num_supervised_tokens,
-    avg(sequence_length) AS mean_length,
-    quantile_disc(sequence_length, 0.5)::BIGINT AS median_length,
-    quantile_disc(sequence_length, 0.9)::BIGINT AS p90_length,
-    quantile_disc(sequence_length, 0.99)::BIGINT AS p99_length,
-    max(sequence_length)::BIGINT AS max_length
-FROM read_parquet($shards, union_by_name = true)
+    sum(sequence_length * num_samples) / sum(num_samples) AS mean_length,
+    min(sequence_length) FILTER (WHERE share >= 0.5) AS median_length,
+    min(sequence_length) FILTER (WHERE share >= 0.9) AS p90_length,
+    min(sequence_length) FILTER (WHERE share >= 0.99) AS p99_length,
+    max(sequence_length) AS max_length
+FROM shares
 GROUP BY source
 ORDER BY source

@@ -15,14 +15,17 @@ from tasks.stages import FileDigests, stage
 VALIDATION_SET = "validation"
 
 
-def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDigests) -> list[dict[str, str]]:
+def prompt_sets(
+    config: EvaluationConfig, dataset_digest: str | None, digests: FileDigests
+) -> list[dict[str, str]]:
     """Name and digest of each prompt set: the files that are named, else the prompts of the validation
-    samples.
+    samples of the data set.
 
     Raises:
         UserError: two files of one name.
     """
     if not config.prompts:
+        assert dataset_digest is not None
         return [{"name": VALIDATION_SET, "digest": dataset_digest}]
     found = []
     for name in config.prompts:
@@ -36,7 +39,7 @@ def prompt_sets(config: EvaluationConfig, dataset_digest: str, digests: FileDige
 
 @stage(
     "evaluate",
-    version=5,
+    version=6,
     sources=("dflash_core.model.evaluate", "dflash_core.model.export", "dflash_core.data.prompts"),
     locations=("where",),
 )
@@ -46,6 +49,7 @@ def evaluate_drafter(
     drafter_digest: str,
     target_fingerprint: str,
     prompt_sets: list[dict[str, str]],
+    chat_template_digest: str | None,
     num_prompts: int,
     max_new_tokens: int,
     compute_dtype: str,
@@ -82,6 +86,7 @@ def evaluate_drafter(
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
+    report["chat_template_digest"] = chat_template_digest  # null: the target's own
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
@@ -98,9 +103,10 @@ def evaluation_inputs(
     drafter_directory: Path,
     target_fingerprint: str,
     sets: list[dict[str, str]],
+    chat_template: str | None,
     digests: FileDigests,
 ) -> dict[str, Any]:
-    """What decides the evaluation.
+    """What decides the evaluation; `chat_template` is `data.chat_template`, which renders prompt files.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -116,5 +122,6 @@ def evaluation_inputs(
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
+        "chat_template_digest": digests.of(Path(chat_template)) if chat_template and config.prompts else None,
         **settings,
     }

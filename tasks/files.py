@@ -12,7 +12,8 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """Files behind names, directories (searched for data files) and globs; absolute, sorted, each once.
+    """Files behind names, directories (searched for data files, hidden ones left out) and globs; absolute, sorted,
+    each once.
 
     Raises:
         UserError: a name that matches nothing, or a directory without data files.
@@ -21,7 +22,9 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            here = {p for p in path.rglob("*") if p.is_file() and p.name.endswith(DATA_SUFFIXES)}
+            here = {
+                p for p in path.rglob("*") if p.name.lower().endswith(DATA_SUFFIXES) and _is_shown(p, path)
+            }
             allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
         elif path.is_file():
             here, allowed = {path}, ""
@@ -32,6 +35,11 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
             raise UserError(f"data.files: {pattern!r} has no file; allowed: {allowed}")
         found |= {p.resolve() for p in here}
     return sorted(found)
+
+
+def _is_shown(path: Path, directory: Path) -> bool:
+    """A file that is not hidden, nor in a hidden directory such as .git or .cache."""
+    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
 
 
 def check_files(config: RunConfig) -> None:

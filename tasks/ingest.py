@@ -56,7 +56,7 @@ def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
 
 @stage(
     "ingest",
-    version=2,
+    version=3,
     sources=("dflash_core.data.ingest", "dflash_core.model.anchors"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
@@ -85,5 +85,9 @@ def ingest(
         out / "shard",
         mask_token_id=rules["mask_token_id"],
     )
-    shown = ("digest", "num_rows", "num_samples", "num_rejected", "num_tokens", "rejects", "notes")
-    return {"source": Path(path).name, **{name: manifest[name] for name in shown}}
+    shown = (
+        "digest", "num_rows", "num_blank", "num_samples", "num_rejected", "num_duplicates", "num_tokens", "rejects",
+        "notes",
+    )  # fmt: skip
+    format_name = manifest["meta"]["format"]
+    return {"source": Path(path).name, "format": format_name, **{name: manifest[name] for name in shown}}

@@ -15,7 +15,7 @@ import sql
 from dflash_core.config import DataConfig
 from tasks.stages import content_digest, stage
 
-RELATIONS = ("length_stats", "length_histogram", "source_stats", "truncation_loss")
+RELATIONS = ("length_counts", "length_stats", "length_histogram", "source_stats", "truncation_loss")
 MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)  # candidates of the truncation table
 
 
@@ -36,12 +36,18 @@ def connect() -> Any:
     )
 
 
-def query(connection: Any, name: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+def query(connection: Any, name: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """The rows of `sql/<name>.sql` as mappings."""
     cursor = connection.cursor()
     result = cursor.execute(sql.read(name), parameters)
     columns = [column[0] for column in result.description]
     return [dict(zip(columns, row)) for row in result.fetchall()]
+
+
+def count_lengths(connection: Any, samples: Sequence[str], validation_bound: int) -> None:
+    """Makes the table `length_counts`, which the other relations read: the only scan of the samples."""
+    parameters = {"shards": list(samples), "validation_bound": validation_bound}
+    connection.execute(f"CREATE TABLE length_counts AS {sql.read('length_counts')}", parameters)
 
 
 def validation_bound(samples: Sequence[Path], data: DataConfig) -> int:
@@ -87,19 +93,17 @@ def profile_lengths(
     del length_digest, sql_digest  # the key
     samples = [str(Path(shard) / "samples.parquet") for shard in shards]
     with connect() as connection:
-        bounded = {"shards": samples, "validation_bound": validation_bound}
-        [stats] = query(connection, "length_stats", bounded)
-        histogram = query(connection, "length_histogram", bounded)
+        count_lengths(connection, samples, validation_bound)
+        [stats] = query(connection, "length_stats")
+        histogram = query(connection, "length_histogram")
         longest = stats["max_length"] or 0
         candidates = [n for n in MAX_LENGTHS if n < longest] or [longest]
         profile = {
             "stats": stats,
             "lengths": [row["sequence_length"] for row in histogram],
             "counts": [row["num_samples"] for row in histogram],
-            "sources": query(connection, "source_stats", {"shards": samples}),
-            "truncation": query(
-                connection, "truncation_loss", {"shards": samples, "max_lengths": candidates}
-            ),
+            "sources": query(connection, "source_stats"),
+            "truncation": query(connection, "truncation_loss", {"max_lengths": candidates}),
         }
     (out / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
     return {

@@ -19,7 +19,7 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
 
 @stage(
     "regenerate",
-    version=1,
+    version=2,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.model.generate"),
     locations=("where",),
     **RETRY_IO,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,26 @@ def plan_figures(plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
     return figures
 
 
-def dataset_figures(stats: Mapping[str, Any], ingested: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data set in figures, rejects by reason."""
-    reasons: dict[str, int] = {}
-    for pointer in ingested:
-        for reason, count in pointer["rejects"].items():
-            reasons[reason] = reasons.get(reason, 0) + count
+def dataset_figures(
+    stats: Mapping[str, Any], ingested: Sequence[Mapping[str, Any]], *, num_repeats: int
+) -> dict[str, Any]:
+    """The data set in figures: rejected rows by reason, and what was done to rows that were kept (`notes`)."""
     return {
         **stats,
         "num_files": len(ingested),
         "num_rejected": sum(pointer["num_rejected"] for pointer in ingested),
-        "rejects": dict(sorted(reasons.items(), key=lambda item: -item[1])),
+        "num_repeats": num_repeats,
+        "rejects": counts_of(ingested, "rejects"),
+        "notes": counts_of(ingested, "notes"),
     }
+
+
+def counts_of(ingested: Sequence[Mapping[str, Any]], name: str) -> dict[str, int]:
+    """`rejects` or `notes` of all files, most frequent first."""
+    counts: Counter[str] = Counter()
+    for pointer in ingested:
+        counts.update(pointer[name])
+    return dict(counts.most_common())
 
 
 def build_report(
@@ -147,7 +156,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     plan = report["plans"][report["strategy"]]
     return [
         ("samples, tokens", f"{show(data['num_samples'])}, {show(data['num_tokens'])}"),
-        ("rows rejected", show(data["num_rejected"])),
+        ("rows rejected, exact repeats kept", f"{show(data['num_rejected'])}, {show(data['num_repeats'])}"),
         ("strategy, padding efficiency", f"{report['strategy']}, {show(plan['padding_efficiency'], 4)}"),
         ("steps, samples seen", f"{show(train['steps'])}, {show(train['samples'])}"),
         ("real tokens/s", show(train["tokens_per_second"], 0)),
@@ -178,6 +187,18 @@ def evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def acceptance_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Acceptance length of each prompt set, each category, and all prompts pooled."""
+    groups = {**(evaluation.get("sets") or {}), **(evaluation.get("categories") or {}), "all": evaluation}
+    return [
+        (
+            f"acceptance length, {name}",
+            f"{show(found.get('acceptance_length'))} on {show(found.get('prompts'))} prompts",
+        )
+        for name, found in groups.items()
+    ]
+
+
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Two columns in the terminal."""
     table = Table(title=title, show_header=False, title_justify="left")
@@ -204,7 +225,7 @@ def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def plans_table(plans: Mapping[str, Mapping[str, float]]) -> str:
@@ -229,9 +250,12 @@ def all_plan_figures(plans: Mapping[str, Mapping[str, float]]) -> str:
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """report.md."""
-    data, rejects = report["dataset"], report["dataset"]["rejects"]
-    rejected = (
-        markdown_table(["reason", "rows"], [[r, show(n)] for r, n in rejects.items()]) if rejects else "None."
+    data = report["dataset"]
+    rejected, notes = (
+        markdown_table([head, "rows"], [[text, show(n)] for text, n in data[name].items()])
+        if data[name]
+        else "None."
+        for head, name in (("reason", "rejects"), ("remark", "notes"))
     )
     lengths = ("min_length", "median_length", "mean_length", "p90_length", "p99_length", "max_length")
     parts = [
@@ -240,6 +264,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "## Data",
         markdown_table([n.replace("_", " ") for n in lengths], [[show(data.get(n), 1) for n in lengths]]),
         "Rejected rows:\n\n" + rejected,
+        "Remarks on rows that were kept:\n\n" + notes,
         "![lengths](plots/lengths.png)",
         f"## Batches\n\nBucket edges: {', '.join(map(str, report['edges']))}. Mixing is the variance of the "
         "mean length between microbatches or steps over its value for samples drawn at random: 1 is as good "
@@ -249,7 +274,9 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         all_plan_figures(report["plans"]),
         "![efficiency by strategy](plots/efficiency_by_strategy.png) ![efficiency](plots/efficiency.png)",
         "## Training\n\n![loss](plots/loss.png)",
-        "## Acceptance\n\n![acceptance by position](plots/acceptance.png)",
+        "## Acceptance",
+        markdown_table(["", ""], [list(row) for row in acceptance_rows(report["evaluation"])]),
+        "![acceptance by position](plots/acceptance.png)",
         f"Run `{report['run_key']}`, MLflow run `{report['mlflow_run_id']}`.",
     ]
     return "\n\n".join(parts) + "\n"

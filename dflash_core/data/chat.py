@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from dflash_core.config import DataConfig, UserError
 from dflash_core.data.template import ChatTemplate, RefusedError, Span
@@ -102,7 +102,7 @@ class ChatEncoder:
         text = load_template(self.tokenizer, self.config)
         self._specification = backend.to_str()
         self._encoder = self._make_encoder()
-        self._plain_encoder: Tokenizer | None = None
+        self._plain_encoders: dict[str, Tokenizer] = {}
         self._num_bytes = bytes_of_tokens(self._encoder)
         self._control_ids = {
             token.content: token_id
@@ -218,10 +218,7 @@ class ChatEncoder:
 
     def _broken_sample(self, rendered: Rendered, broken: str) -> Sample | Rejection:
         """Encode what lies between the template's control tokens as plain text, unbroken again."""
-        if self._plain_encoder is None:
-            self._plain_encoder = self._make_encoder()
-            self._plain_encoder.encode_special_tokens = True  # control strings as plain text
-        plain_encoder = self._plain_encoder
+        plain_encoder = self._plain_encoder(broken)
         token_ids: list[int] = []
         loss_mask: list[int] = []
 
@@ -231,10 +228,14 @@ class ChatEncoder:
         def plain(start: int, end: int) -> None:
             piece = rendered.text[start:end]
             places = [start + i for i, character in enumerate(piece) if character != broken]
-            encoding = plain_encoder.encode(piece.replace(broken, ""), add_special_tokens=False)
-            token_ids.extend(encoding.ids)
+            first = int(start > 0)  # what follows a control token is not encoded as the start of a text
+            encoding = plain_encoder.encode(
+                broken * first + piece.replace(broken, ""), add_special_tokens=False
+            )
+            token_ids.extend(encoding.ids[first:])
             loss_mask.extend(
-                inside(places[a], places[b - 1] + 1) if b > a else 0 for a, b in encoding.offsets
+                inside(places[a - first], places[b - 1 - first] + 1) if b > a else 0
+                for a, b in encoding.offsets[first:]
             )
 
         position = 0
@@ -247,6 +248,15 @@ class ChatEncoder:
         return self._checked(
             np.array(token_ids, dtype=np.int32), np.array(loss_mask, dtype=np.uint8), rendered
         )
+
+    def _plain_encoder(self, broken: str) -> Tokenizer:
+        """Encodes control strings as plain text; `broken` alone is a control token, to put before a piece."""
+        if broken not in self._plain_encoders:
+            encoder = self._make_encoder()
+            encoder.encode_special_tokens = True
+            encoder.add_tokens([AddedToken(broken, normalized=False)])
+            self._plain_encoders[broken] = encoder
+        return self._plain_encoders[broken]
 
     def _checked(
         self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], rendered: Rendered

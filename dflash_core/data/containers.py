@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,12 @@ from dflash_core.data.chat import Rejection
 MAX_ROW_BYTES = 64 << 20
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\],]|"', re.DOTALL)
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_TOKEN = (
+    re.compile(  # a string, an object of nothing but strings and numbers, a bracket or comma, an open string
+        rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def read_rows(path: Path) -> Iterator[RawRow]:
     try:
         with _open_stream(path, head) as stream:
             yield from _text_rows(path, stream)
-    except (OSError, EOFError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"data.files: {str(path)!r} cannot be read to its end: {error}") from error
 
 
@@ -112,11 +118,27 @@ def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         first += line
     bare = first.removeprefix(_BOM).lstrip()
     _refuse_binary(path, first)
-    names = {suffix.lower() for suffix in path.suffixes}
-    if bare.startswith(b"[") and not names & {".jsonl", ".ndjson"}:
+    if _is_array(path, bare, buffered):
         yield from _array_rows(first, buffered)
     else:
         yield from _line_rows(first, buffered)
+
+
+def _is_array(path: Path, first: bytes, stream: Any) -> bool:
+    """Whether a text whose first line (or its beginning) is `first` is a JSON array.
+
+    Under the name of JSON lines it may still be one, unless that line is an array, or a text, by itself.
+    """
+    if not first.startswith(b"["):
+        return False
+    if not {suffix.lower() for suffix in path.suffixes} & {".jsonl", ".ndjson"}:
+        return True
+    if isinstance(_parse(first), Rejection):  # "[1, 2]" is one too: no object
+        try:
+            json.loads(first)
+        except (ValueError, RecursionError):
+            return first[1:].lstrip()[:1] in (b"", b"{")
+    return not stream.peek(1).strip()
 
 
 def _refuse_binary(path: Path, first: bytes) -> None:
@@ -128,6 +150,7 @@ def _refuse_binary(path: Path, first: bytes) -> None:
         b"GIF8",
         b"%PDF",
         b"PK\x03\x04",
+        b"PARE",
     ):
         raise UserError(
             f"data.files: {str(path)!r} is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet"
@@ -176,18 +199,17 @@ def _parse(line: bytes) -> Any:
 
 def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
     """Elements of a JSON array, found by brackets and strings, so that a bad one refuses itself alone."""
-    buffer = first
-    line = 1 + buffer[: buffer.index(b"[")].count(b"\n")
-    buffer = buffer[buffer.index(b"[") + 1 :]
-    scan, depth, ended = 0, 0, False
-    while True:
+    start = first.index(b"[") + 1  # of the next element in the buffer
+    line = 1 + first[:start].count(b"\n")  # on which it starts
+    buffer, scan, depth, ended = first, start, 0, False
+    while not ended:
         match = _TOKEN.search(buffer, scan)
         if match is None or match.group() == b'"':  # nothing more here, or a string that goes on
-            chunk = stream.read(max(_CHUNK, len(buffer)))
-            if not chunk or len(buffer) > 4 * MAX_ROW_BYTES:
+            chunk = stream.read(max(_CHUNK, len(buffer) - start))
+            if not chunk or len(buffer) - start > 4 * MAX_ROW_BYTES:
                 break
-            scan = match.start() if match else max(scan, len(buffer))
-            buffer += chunk
+            scan = (match.start() if match else max(scan, len(buffer))) - start
+            buffer, start = buffer[start:] + chunk, 0
             continue
         token, scan = match.group(), match.end()
         if token in (b"{", b"["):
@@ -195,41 +217,60 @@ def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
         elif token in (b"}", b"]") and depth:
             depth -= 1
         elif depth == 0 and token in (b",", b"]"):
-            element = buffer[: match.start()]
+            element = buffer[start : match.start()]
             row_line = line + element[: len(element) - len(element.lstrip())].count(b"\n")
             if element.strip() or token == b",":
                 value = _parse(element)
                 yield RawRow(row_line, Rejection("invalid JSON", "empty element") if value is None else value)
-            line += buffer[:scan].count(b"\n")
-            buffer, scan = buffer[scan:], 0
-            if token == b"]":
-                ended = True
-                break
-    rest = buffer + (stream.read(_CHUNK) if ended else b"")
+            line += element.count(b"\n")
+            start, ended = scan, token == b"]"
+    rest = buffer[start:] + (stream.read(_CHUNK) if ended else b"")
     if rest.strip():
-        start = len(rest) - len(rest.lstrip())
+        blank = len(rest) - len(rest.lstrip())
         reason = "text after the end of the JSON array" if ended else "JSON array breaks off"
-        yield RawRow(line + rest[:start].count(b"\n"), Rejection(reason, repr(rest[start : start + 60])))
+        yield RawRow(line + rest[:blank].count(b"\n"), Rejection(reason, repr(rest[blank : blank + 60])))
     elif not ended:
         yield RawRow(line, Rejection("JSON array breaks off", "no closing bracket"))
 
 
 def _parquet_rows(path: Path, batch_rows: int = 256) -> Iterator[RawRow]:
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, buffer_size=_CHUNK)  # pages as they are needed, not column chunks
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data.files: {str(path)!r} is no readable Parquet file: {error}") from error
     number = 0
     with file:
         try:
+            filled = [f.name for f in file.schema_arrow if _struct_depth(f.type) > 1]
             for batch in file.iter_batches(batch_size=batch_rows):
                 for value in _batch_values(batch):
+                    for name in filled if isinstance(value, dict) else ():
+                        value[name] = _without_filled(value[name])
                     number += 1
                     yield RawRow(number, value)
         except (pa.ArrowException, OSError) as error:
             raise UserError(
                 f"data.files: {str(path)!r}: Parquet page after row {number} is broken: {error}"
             ) from error
+
+
+def _struct_depth(kind: pa.DataType) -> int:
+    """How many structs lie in one another: 1 for list<struct<role, content>>."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return max(map(_struct_depth, inner), default=0) + pa.types.is_struct(kind)
+
+
+def _without_filled(value: Any, depth: int = 0) -> Any:
+    """The value without null fields of structs inside structs: Arrow gives every row the fields of all rows.
+
+    Arguments {"city": "x", "day": null} of one tool call, where another has a day, were {"city": "x"}.
+    """
+    if isinstance(value, list):
+        return [_without_filled(item, depth) for item in value]
+    if isinstance(value, dict):
+        items = ((k, _without_filled(v, depth + 1)) for k, v in value.items())
+        return {k: v for k, v in items if depth == 0 or v is not None}
+    return value
 
 
 def _batch_values(batch: pa.RecordBatch) -> list[Any]:

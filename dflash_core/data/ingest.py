@@ -22,7 +22,7 @@ from dflash_core.config import DataConfig, UserError, to_dict
 from dflash_core.data import stdlib_corpus
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, load_template
 from dflash_core.data.containers import RawRow, read_rows
-from dflash_core.data.formats import RowReader, Tokens, detect_format
+from dflash_core.data.formats import ACCEPTED, RowReader, Tokens, detect_format
 from dflash_core.data.store import ShardWriter
 
 STDLIB = "stdlib"
@@ -87,22 +87,39 @@ def ingest_file(
         return writer.close()
 
 
-def open_rows(path: Path | str, config: DataConfig) -> tuple[str, Iterator[RawRow]]:
+def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) -> tuple[str, Iterator[RawRow]]:
     """Format and rows of a file or of "stdlib", at most `data.limit` of them; blank lines are no rows.
+
+    Args:
+        answered: a file of prompts without answers is refused.
 
     Raises:
         UserError: the file is no data set of a known format.
     """
     if str(path) == STDLIB:
         return "messages", _limited(_stdlib_rows(), config.limit)
-    first, rows = _peek(read_rows(Path(path)))
-    return detect_format(first, config, source=str(path)), _limited(rows, config.limit)
+    rows = read_rows(Path(path))
+    first: list[RawRow] = []
+    num_blank = 0
+    for row in rows:
+        first.append(row)
+        num_blank += row.value is None
+        if len(first) - num_blank == _DETECTION_ROWS:
+            break
+    objects = [row.value for row in first if isinstance(row.value, dict)]
+    if not objects:
+        raise UserError(f"data.files: {str(path)!r} has no rows that are objects with columns{_why(first)}")
+    format_name = detect_format(objects, config, source=str(path), answered=answered)
+    return format_name, _limited(itertools.chain(first, rows), config.limit)
 
 
-def _peek(rows: Iterator[RawRow]) -> tuple[list[dict[str, Any]], Iterator[RawRow]]:
-    """The first rows that are objects, and all rows."""
-    first = list(itertools.islice(rows, _DETECTION_ROWS))
-    return [row.value for row in first if isinstance(row.value, dict)], itertools.chain(first, rows)
+def _why(rows: list[RawRow]) -> str:
+    """What was wrong with the first row, and what a row is."""
+    refused = next((row for row in rows if isinstance(row.value, Rejection)), None)
+    seen = (
+        "" if refused is None else f"; line {refused.line}: {refused.value.reason} ({refused.value.detail})"
+    )
+    return f"{seen}; allowed: one JSON object a line, a JSON array of objects, Parquet; columns: {ACCEPTED}"
 
 
 def _stdlib_rows() -> Iterator[RawRow]:
@@ -278,7 +295,8 @@ def _digest(text: str) -> str:
 
 def source_name(path: Path) -> str:
     """How samples of a file are named in the profile: its name without suffixes."""
-    return path.name.split(".")[0] or path.name
+    name = path.name.split(".")[0] or path.name
+    return name.encode("utf-8", "replace").decode()  # names of files need not be UTF-8
 
 
 def content_digest(path: Path) -> str:

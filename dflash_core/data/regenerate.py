@@ -26,19 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DATA_COLUMNS, DataConfig, UserError
 from dflash_core.data.answers import LENGTH, Answer, AnswerCache, Generator, Message, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection
 from dflash_core.data.containers import RawRow
-from dflash_core.data.formats import REASONING_FIELDS, RESPONSE_COLUMNS, TURN_COLUMNS, RowReader
+from dflash_core.data.formats import REASONING_FIELDS, RowReader
 from dflash_core.data.ingest import open_rows
 
 ROWS_AHEAD = 1024
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
-_FORMAT_COLUMNS = {
-    *TURN_COLUMNS, *RESPONSE_COLUMNS, "instruction", "input", "history", "prompt", "question", "system",
-    "system_prompt", "tools", "regenerated_by", "rejection",
-}  # fmt: skip
+_FORMAT_COLUMNS = {*DATA_COLUMNS, "regenerated_by", "rejection"}
 
 
 def regenerate_file(
@@ -66,7 +63,7 @@ def regenerate_file(
     Raises:
         UserError: the file is pre-tokenised or no data set at all, or the generator cannot be used.
     """
-    format_name, rows = open_rows(path, config)
+    format_name, rows = open_rows(path, config, answered=False)
     if format_name == "tokenised":
         raise UserError(
             f"data.files: {str(path)!r} holds input_ids and loss_mask, and regenerate.enabled is true; allowed: "

@@ -20,6 +20,7 @@ microbatch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -39,7 +40,7 @@ from dflash_core.model.anchors import eligible_positions
 
 FORMAT_VERSION = 1
 _KEY_RANGE = 1 << 64
-_SAMPLES_SCHEMA = pa.schema(
+SAMPLES_SCHEMA = pa.schema(
     [
         ("sample_id", pa.binary(16)),
         ("source", pa.string()),
@@ -103,7 +104,7 @@ class ShardWriter:
         self._temporary.mkdir(parents=True)
         self._tokens: BinaryIO = open(self._temporary / "tokens.bin", "wb", buffering=1 << 20)  # noqa: SIM115
         self._masks: BinaryIO = open(self._temporary / "loss_mask.bin", "wb", buffering=1 << 20)  # noqa: SIM115
-        self._samples = _Rows(self._temporary / "samples.parquet", _SAMPLES_SCHEMA)
+        self._samples = _Rows(self._temporary / "samples.parquet", SAMPLES_SCHEMA)
         self._rejects = _Rows(self._temporary / "rejects.parquet", _REJECTS_SCHEMA)
         self._digest = hashlib.blake2b(f"{FORMAT_VERSION} {source_digest}".encode(), digest_size=16)
         self._lengths: list[NDArray[np.int64]] = []
@@ -173,7 +174,9 @@ class ShardWriter:
 
     def reject(self, line: int, reason: str, detail: str = "") -> None:
         """Keep a refused row: physical line (Parquet: row, from 1), short stable reason, particulars."""
-        detail = detail.encode("utf-8", "replace").decode()[:500]
+        reason, detail = (
+            text.encode("utf-8", "replace").decode()[:500] for text in (reason, detail)
+        )  # both may quote the data
         self._rejects.add((line, reason, detail))
         self._reasons[reason] += 1
         examples = self._examples.setdefault(reason, [])
@@ -338,6 +341,7 @@ class TokenStore:
         recode = np.asarray([rank[name] for name in names] or [0], dtype=np.int16)
         self.source_id: NDArray[np.int16] = recode[encoded.indices.to_numpy()]
         keys = samples["validation_key"].to_numpy()
+        self._keys = keys
         bound = validation_threshold(keys, share=validation_share, minimum=min_validation_samples)
         self.is_validation: NDArray[np.bool_] = keys < np.uint64(bound)
         self.train_indices = np.flatnonzero(~self.is_validation).astype(np.int32)
@@ -387,6 +391,11 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @functools.cached_property
+    def num_repeats(self) -> int:
+        """Samples whose tokens and mask are those of another one before them, whatever the file."""
+        return len(self._keys) - len(np.unique(self._keys))
 
     def _locate(self, index: int) -> tuple[int, int, int]:
         """Shard of a sample and the bounds of its tokens there."""

@@ -105,21 +105,28 @@ class ChatTemplate:
 
     def _probe(self) -> None:
         """Learn the end-of-turn token and the generation prompts from a conversation of two turns."""
-        messages = [{"role": "user", "content": "Ready?"}, {"role": "assistant", "content": "Yes, ready."}]
+        question = [{"role": "user", "content": "Ready?"}]
+        if not self._probe_with(question):
+            self._probe_with([{"role": "system", "content": "Be brief."}, *question])
+
+    def _probe_with(self, question: Messages) -> bool:
+        """Whether the template renders this question and an answer."""
+        messages = [*question, {"role": "assistant", "content": "Yes, ready."}]
         try:
             whole = self._render(messages, None)
-            asked = self._render(messages[:1], None)
-            prompts = [
-                self._render(messages[:1], None, prompt=True, **flags) for flags in self._prompt_variants
-            ]
+            asked = self._render(question, None)
+            prompts = [self._render(question, None, prompt=True, **flags) for flags in self._prompt_variants]
         except Exception:  # noqa: BLE001 - templates raise anything, here for want of other roles: rows will tell
-            return
+            return False
         found = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
         self._generation_prompts = sorted(found, key=len, reverse=True)
-        position = whole.rfind(messages[1]["content"])
+        position = whole.rfind("Yes, ready.")
         after = [(whole.find(c, position), -len(c), c) for c in self.controls if whole.find(c, position) >= 0]
         if position >= 0 and after:
             self._end_of_turn = min(after)[2]
+        if self._marks_turns and not self._turns_marked(messages, None)[1]:
+            self._marks_turns = False  # the block stands in a comment, or is never reached
+        return True
 
     def _render(
         self, messages: Messages, tools: list[dict[str, Any]] | None, prompt: bool = False, **flags: Any
@@ -277,28 +284,32 @@ class ChatTemplate:
         return next((i for i, (x, y) in enumerate(zip(whole, other)) if x != y), min(len(whole), len(other)))
 
     def _turn_end(self, text: str, start: int, end: int) -> int:
-        """End of a turn: after the first of the control tokens that close text[start:end], white space
-        skipped.
+        """End of a turn: after the end-of-turn token, the first one among the control tokens that close
+        text[start:end], white space skipped; after the last of them where none is the end-of-turn token.
 
-        `Hi<|im_end|>\\n` -> after `<|im_end|>`. Where the turn closes without one and the end-of-turn token
+        `Hi<|im_end|>\\n<|endoftext|>` -> after `<|im_end|>`; `<|call|>f<|/call|><|im_end|>` -> the same;
+        `<|call|>f<|/call|><|eom|>` -> after `<|eom|>`. Where the turn closes without it and the end-of-turn token
         follows, it is taken in.
         """
-        first, position, controls = None, end, tuple(self.controls)
+        closing: list[tuple[int, str]] = []  # ends and texts, last one first
+        position, controls = end, tuple(self.controls)
         while True:
             while position > start and text[position - 1].isspace():
                 position -= 1
             if not controls or not text.endswith(controls, start, position):
                 break
-            first = position
-            position -= max(len(c) for c in controls if text.endswith(c, start, position))
-        if first is not None:
-            return first
+            control = max((c for c in controls if text.endswith(c, start, position)), key=len)
+            closing.append((position, control))
+            position -= len(control)
+        ends = [place for place, control in closing if control == self._end_of_turn]
+        if ends:
+            return ends[-1]
         following = end
         while following < len(text) and text[following].isspace():
             following += 1
         if self._end_of_turn and text.startswith(self._end_of_turn, following):
             return following + len(self._end_of_turn)
-        return end
+        return closing[0][0] if closing else end
 
 
 _render_template: Any = (

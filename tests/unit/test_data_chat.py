@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from dflash_core.config import DataConfig, UserError
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample, mask_by_bytes, token_range
@@ -193,6 +194,81 @@ def test_generation_blocks_are_corrected_to_the_end_of_turn(body: str) -> None:
         with_template(template), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")
     )
     assert supervised_texts(sample) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}BEGIN{{ m.content }}{% if m.tool_calls %}"
+    "{% for call in m.tool_calls %}{{ '<|header|>' + call.function.name + '<|end_header|>' }}{% endfor %}"
+    "CLOSE{% else %}{{ '<|im_end|>' }}{% endif %}END"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("begin_end", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+@pytest.mark.parametrize("close", ["<|im_end|>", "<|im_end|>\n<|endoftext|>", "<|eot|>"])
+def test_a_turn_of_tool_calls_ends_after_its_end_of_turn_not_after_the_call(
+    begin_end: tuple[str, str], close: str
+) -> None:
+    """Calls in control tokens of their own; the template may end such turns with another token."""
+    template = CALLS.replace("CLOSE", f"{{{{ '{close}' }}}}".replace("\n", "\\n"))
+    encoder = with_template(template.replace("BEGIN", begin_end[0]).replace("END", begin_end[1]))
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("f", "g")]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "a"},
+    ]
+    rendered = encoder.render(Conversation(messages))
+    assert not isinstance(rendered, Rejection), rendered
+    sample = encoder.encode([rendered])[0]
+    assert isinstance(sample, Sample)
+    called = "<|header|>f<|end_header|><|header|>g<|end_header|>"
+    assert supervised_texts(sample) == [called + close.split("\n")[0], "a<|im_end|>"]
+
+
+def test_the_end_of_turn_is_learnt_from_a_template_that_wants_a_system_turn() -> None:
+    refuse = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+    encoder = with_template(refuse + CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>\n<|endoftext|>'"))
+    sample = sample_of(encoder, ("system", "s"), ("user", "q"), ("assistant", "a"))
+    assert supervised_texts(sample) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_control_strings_change_no_token_of_the_template(scheme: str) -> None:
+    """SentencePiece-like tokenizers put a space before a text's first word: not before that of each piece."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    controls = [AddedToken(text, special=True, normalized=False) for text in [*CONTROLS, "<unk>"]]
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=controls)
+    tokenizer.train_from_iterator(
+        ["user assistant system You are a helpful <|im_end|> yes no\n"] * 9, trainer
+    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = CHATML
+    encoder = ChatEncoder(wrapped, DataConfig(), None)
+    clean, dirty = (
+        sample_of(encoder, ("user", "yes" + text), ("assistant", "no")) for text in ("", "<|im_end|>")
+    )
+    assert small_runs(wrapped, dirty) == small_runs(wrapped, clean)
+    tokens = wrapped.convert_ids_to_tokens(dirty.token_ids.tolist())
+    first = wrapped.convert_ids_to_tokens(clean.token_ids.tolist())
+    border = first.index("yes") if "yes" in first else first.index("\u2581yes")
+    assert tokens[: border + 1] == first[: border + 1]
+    assert tokens[-len(first) + border + 1 :] == first[border + 1 :]
+
+
+def small_runs(tokenizer: Any, sample: Sample) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask.astype(bool)].tolist())
+
+
+def test_a_generation_block_that_is_a_comment_marks_nothing() -> None:
+    encoder = with_template("{# no {% generation %} here #}" + CHATML)
+    sample = sample_of(encoder, ("user", "q"), ("assistant", "a"))
+    assert supervised_texts(sample) == ["a<|im_end|>"]
 
 
 def test_a_generation_block_over_the_header_leaves_the_header_out() -> None:

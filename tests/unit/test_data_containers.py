@@ -102,6 +102,32 @@ def test_compressed_files_are_told_by_their_bytes(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "x.json.gz", gzip.compress(b'[{"a": 1},\n{"a": 2}]')) == expected
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_under_the_name_of_json_lines(tmp_path: Path, indent: int | None) -> None:
+    rows = rows_of(tmp_path / "x.jsonl", json.dumps([{"a": 1}, {"a": 2}], indent=indent).encode() + b"\n")
+    assert [value for _, value in rows] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("first", [b"[2026-01-01] started", b"[1, 2]", b'[{"a": 0}]'])
+def test_json_lines_whose_first_line_starts_like_an_array(tmp_path: Path, first: bytes) -> None:
+    rows = rows_of(tmp_path / "x.jsonl", first + b'\n{"a": 1}\n')
+    assert [(line, isinstance(value, Rejection)) for line, value in rows] == [(1, True), (2, False)]
+
+
+def test_broken_deflate_data_is_named(tmp_path: Path) -> None:
+    content = bytearray(
+        gzip.compress(b"".join(json.dumps({"a": n * n}).encode() + b"\n" for n in range(2000)))
+    )
+    seen = set()
+    for place in range(20, 400, 7):
+        broken = bytearray(content)
+        broken[place] ^= 0xFF
+        with pytest.raises(UserError, match="x.gz.*cannot be read to its end: ") as failure:
+            rows_of(tmp_path / "x.gz", bytes(broken))
+        seen.add(type(failure.value.__cause__).__name__)
+    assert "error" in seen  # zlib.error is no OSError
+
+
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
 def test_a_cut_compressed_file_is_named(tmp_path: Path, name: str) -> None:
     plain = b"".join(json.dumps({"a": str(n) * 50}).encode() + b"\n" for n in range(500))
@@ -141,6 +167,17 @@ def test_parquet_of_large_types_and_structs(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=300)
     rows = [(row.line, row.value) for row in read_rows(tmp_path / "x.parquet")]
     assert rows == [(n + 1, {"messages": turns[n], "n": n}) for n in range(1000)]
+
+
+def test_nulls_that_arrow_fills_in_are_not_in_the_rows(tmp_path: Path) -> None:
+    """One schema for all rows: without care each call would get the arguments of every other call."""
+    calls = [
+        [{"name": "f", "arguments": {"x": 1}}],
+        [{"name": "g", "arguments": {"y": [{"z": "s"}, {"w": 2}]}}],
+    ]
+    rows = [{"messages": [{"role": "assistant", "content": None, "tool_calls": call}]} for call in calls]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    assert [row.value for row in read_rows(tmp_path / "x.parquet")] == rows
 
 
 def test_invalid_utf8_in_parquet_refuses_its_row(tmp_path: Path) -> None:

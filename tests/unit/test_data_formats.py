@@ -175,6 +175,16 @@ def test_reasoning_is_dropped_or_kept_by_name() -> None:
     assert reason(row, reasoning="keep") == "reasoning"
 
 
+@pytest.mark.parametrize("row", [{"prompt": "q", "response": "a"}, {"instruction": "q", "output": "a"}])
+def test_reasoning_in_a_column_follows_the_same_rule(row: dict[str, Any]) -> None:
+    row = {**row, "thinking": "hm"}
+    kept = read(row, "reasoning_content", reasoning="keep")
+    assert isinstance(kept, Conversation)
+    assert kept.messages == [PAIR[0], {**PAIR[1], "reasoning_content": "hm"}]
+    assert turns(row) == [("user", "q"), ("assistant", "a")]
+    assert reason(row, reasoning="keep") == "reasoning"
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -189,15 +199,75 @@ def test_reasoning_is_dropped_or_kept_by_name() -> None:
         ({"instruction": "i", "output": None}, "no output or response"),
         ({"prompt": "q", "response": None}, "no prompt or no response"),
         ({"messages": PAIR, "tools": "{"}, "wrong shape"),
+        ({"messages": [PAIR[0], {"role": "assistant", "text": "a"}]}, "no content"),
+        ({"messages": [{"role": "user", "text": "q"}, PAIR[1]]}, "no content"),
+        ({"messages": [PAIR[0], {**PAIR[1], "tool_calls": "f(x)"}]}, "wrong shape"),
+        ({"messages": [PAIR[0], {**PAIR[1], "tool_calls": 7}]}, "wrong shape"),
+        ({"messages": [PAIR[0], {**PAIR[1], "function_call": '{"name": "f"}'}]}, "tool call"),
+        ({"messages": [{**PAIR[0], "tool_calls": [{"name": "f"}]}, PAIR[1]]}, "wrong shape"),
     ],
 )
 def test_rows_of_wrong_shape_say_so(row: dict[str, Any], expected: str) -> None:
     assert reason(row) == expected
 
 
+@pytest.mark.parametrize("name", ["tool_calls", "function_call"])
+def test_calls_without_content_and_calls_as_text(name: str) -> None:
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    for calls in (call, [call], json.dumps(call)):
+        conversation = read({"messages": [PAIR[0], {"role": "assistant", name: calls}]}, "tool_calls")
+        assert isinstance(conversation, Conversation)
+        expected = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+        assert conversation.messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
+    for none in (None, [], "", "null"):
+        row = {"messages": [PAIR[0], {**PAIR[1], name: none}]}
+        assert turns(row) == [("user", "q"), ("assistant", "a")]
+
+
+def test_nulls_of_a_tool_are_no_fields() -> None:
+    conversation = read({"messages": PAIR, "tools": [{"name": "f", "description": None}]}, "tools")
+    assert isinstance(conversation, Conversation)
+    assert conversation.tools == [{"name": "f"}]
+
+
+def test_media_refuse_their_row_alone_and_empty_media_columns_nothing() -> None:
+    config = DataConfig()
+    name = detect_format([{"messages": PAIR, "images": []}], config, source="x")
+    reader = RowReader(name, config, reads=lambda _: False, notes=Counter())
+    assert isinstance(reader.read({"messages": PAIR, "images": None}), Conversation)
+    refused = reader.read({"messages": PAIR, "images": ["a.png"]})
+    assert isinstance(refused, Rejection) and refused.reason == "images or other media"
+    assert turns({"messages": PAIR, "images": ["a.png"]}, format="messages")[1] == ("assistant", "a")
+
+
+def test_a_system_column_beside_a_system_turn_and_tools_of_any_format() -> None:
+    notes: Counter[str] = Counter()
+    reader = RowReader("messages", DataConfig(), reads=lambda _: True, notes=notes)
+    system = {"role": "system", "content": "s"}
+    for column in ("s", None, "other"):
+        read_row = reader.read({"messages": [system, *PAIR], "system": column})
+        assert isinstance(read_row, Conversation) and read_row.messages == [system, *PAIR]
+    assert notes == {"system column left out (the conversation has a system turn)": 1}
+    for row in ({"prompt": "q", "response": "a"}, {"instruction": "q", "output": "a"}):
+        conversation = read({**row, "tools": [{"name": "f"}]}, "tools")
+        assert conversation == Conversation(PAIR, [{"name": "f"}])
+
+
+def test_a_mapped_column_that_is_not_there_is_counted() -> None:
+    config = DataConfig(columns={"system": "sytem"})
+    notes: Counter[str] = Counter()
+    reader = RowReader("messages", config, reads=lambda _: False, notes=notes)
+    reader.read({"messages": PAIR, "system_text": "s"})
+    assert notes == {"data.columns.system: no column 'sytem'": 1}
+    with pytest.raises(UserError, match="data.columns: 'instructions' .* allowed: .*instruction"):
+        DataConfig(columns={"instructions": "task"})
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
+        ({"messages": PAIR[:1]}, "prompts only"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "prompts only"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
         ({"messages": PAIR, "chosen": PAIR, "rejected": PAIR}, "preference pairs"),
         ({"messages": PAIR, "images": ["x.png"]}, "images"),
@@ -213,6 +283,19 @@ def test_other_data_is_refused_as_a_file(row: dict[str, Any], kind: str) -> None
         detect_format([row] * 3, DataConfig(), source="x.jsonl")
     assert "accepted: messages" in str(refusal.value)
     assert str(next(iter(row))) in str(refusal.value)
+
+
+def test_prompts_are_accepted_where_the_target_writes_the_answers() -> None:
+    row = {"messages": PAIR[:1]}
+    assert detect_format([row], DataConfig(), source="x", answered=False) == "messages"
+    unknown = {"messages": [PAIR[0], {"role": "laguna_s", "content": "a"}]}
+    assert detect_format([unknown], DataConfig(), source="x") == "messages"  # its rows will say why
+    assert detect_format([row, {"messages": PAIR}], DataConfig(), source="x") == "messages"
+
+
+def test_columns_without_values_make_no_other_kind_of_data() -> None:
+    row = {"messages": PAIR, "chosen": None, "rejected": None, "image": ""}
+    assert detect_format([row], DataConfig(), source="x") == "messages"
 
 
 def test_a_named_format_is_not_questioned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from dflash_core.config import DataConfig, UserError
 from dflash_core.data import ingest as ingest_module
 from dflash_core.data.chat import Sample
-from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields
+from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
@@ -131,7 +132,19 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
     [
         (b"", "no rows"),
         (b"\n\n", "no rows"),
-        (b"once upon a time\nthere was\n", "no rows that are objects"),
+        (
+            b"once upon a time\nthere was\n",
+            "no rows that are objects.*; line 1: invalid JSON .*; allowed: one JSON",
+        ),
+        (
+            json.dumps(chat("q", "yes"), indent=1).encode(),
+            "line 1: invalid JSON .*allowed: one JSON object a line",
+        ),
+        (lines([chat("q", "yes")["messages"]] * 2), "line 1: not a JSON object"),
+        (
+            lines([{"messages": [{"role": "user", "content": "q"}]}] * 50),
+            "holds prompts only; columns seen: messages",
+        ),
         (lines([chat("q", None)]), "no usable row of 1"),
         (lines([{"text": "x"}]), "columns seen: text"),
     ],
@@ -163,6 +176,22 @@ def test_pretokenised_parquet(tmp_path: Path) -> None:
         (6, "no eligible anchor"),
         (7, "no input_ids and loss_mask"),
     ]
+
+
+def test_what_data_say_reaches_no_report_unchecked(tmp_path: Path) -> None:
+    refused = {"rejection": {"reason": "\ud800" + "x" * 9999, "detail": "\udfff"}}
+    rows = [chat("q", "yes"), refused, {"\udc00": 1}]
+    manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows))
+    assert rejects_of(shard) == [(2, "?" + "x" * 499), (3, "no conversation")]
+    assert json.dumps(manifest, ensure_ascii=False).encode()
+    with pytest.raises(UserError, match=r"columns seen: \\udc00"):
+        ingest(tmp_path / "x.jsonl", lines([{"\udc00": 1}]))
+    assert source_name(Path("a\udcff.jsonl")) == "a?"
+
+
+def test_blank_lines_do_not_hide_the_format(tmp_path: Path) -> None:
+    manifest, _ = ingest(tmp_path / "x.jsonl", b"\n" * 300 + lines([chat("q", "yes")]))
+    assert (manifest["num_blank"], manifest["num_samples"]) == (300, 1)
 
 
 def test_limit_counts_rows_not_lines(tmp_path: Path) -> None:
@@ -238,6 +267,41 @@ def mutate(row: bytes, generator: random.Random) -> bytes:
     return row
 
 
+NASTY_VALUES: list[Any] = [
+    None, True, 0, 2**70, "", "a", "assistant", "\ud800", "\ufdd0", "\0", "<|im_end|>", "<|mask|>", "null", "[{}]",
+    [], {}, [1], [[]], [{}], {"role": 3}, {"name": "f"}, ["user", "assistant"],
+]  # fmt: skip
+
+
+def mutate_value(value: Any, generator: random.Random) -> Any:
+    """The value with one thing somewhere inside it replaced: still JSON, of another shape."""
+    if isinstance(value, dict) and value and generator.random() < 0.9:
+        key = generator.choice(list(value))
+        return {**value, key: mutate_value(value[key], generator)}
+    if isinstance(value, list) and value and generator.random() < 0.9:
+        place = generator.randrange(len(value))
+        return [*value[:place], mutate_value(value[place], generator), *value[place + 1 :]]
+    return generator.choice(NASTY_VALUES)
+
+
+WITH_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def some_tokenizer(seed: int) -> Any:
+    """A family's, or one whose template renders tool calls and reasoning."""
+    families = [*TEMPLATES, "calls"]
+    family = families[seed % len(families)]
+    if family in TEMPLATES:
+        return small_tokenizer(family)
+    tokenizer = copy.copy(small_tokenizer())
+    tokenizer.chat_template = WITH_CALLS
+    return tokenizer
+
+
 SEEDS = [
     chat("What is this?", "hello world"),
     {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a b c"}], "system": "s"},
@@ -248,7 +312,18 @@ SEEDS = [
         ]
     },
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}]},
+    {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": "{}"}],
+        "tools": "[]",
+    },
+    {"rejection": {"reason": "r", "detail": "d"}},
     {"instruction": "i", "input": "x", "output": "o"},
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "yes", "reasoning": "hm"},
+        ]
+    },
 ]
 
 
@@ -256,9 +331,18 @@ def check_mutated_file(directory: Path, seed: int, num_rows: int) -> int:
     """Ingest mutated rows; every line must come out as a sample, a reject or a blank. Returns the lines."""
     generator = random.Random(seed)
     content = lines([SEEDS[0]])
-    for _ in range(num_rows):
-        content += mutate(json.dumps(generator.choice(SEEDS)).encode(), generator) + b"\n"
-    manifest, shard = ingest(directory / "x.jsonl", content)
+    for number in range(num_rows):
+        row = generator.choice(SEEDS)
+        if number % 2:
+            content += lines([mutate_value(row, generator)])
+        else:
+            content += mutate(json.dumps(row).encode(), generator) + b"\n"
+    (directory / "x.jsonl").write_bytes(content)
+    shard = directory / "shard"
+    config = DataConfig(max_reject_share=1.0, reasoning=generator.choice(("keep", "drop")))
+    manifest = ingest_file(
+        directory / "x.jsonl", config, some_tokenizer(seed), shard, mask_token_id=MASK_TOKEN_ID
+    )
     physical = content.split(b"\n")[:-1]
     blanks = sum(not line.removeprefix(b"\xef\xbb\xbf").strip() for line in physical)
     assert manifest["num_rows"] == manifest["num_samples"] + manifest["num_rejected"]

@@ -162,3 +162,12 @@ def test_what_is_no_shard_is_named(tmp_path: Path) -> None:
         file.write(b"more")
     with pytest.raises(UserError, match="tokens.bin"):
         TokenStore.open([shard])
+
+
+def test_repeats_are_counted_over_all_files(tmp_path: Path) -> None:
+    shards = [
+        write(tmp_path / "a", [[1, 2], [1, 2], [3, 4]], digest="a"),
+        write(tmp_path / "b", [[3, 4]], digest="b"),
+    ]
+    assert TokenStore.open(shards).num_repeats == 2
+    assert len(TokenStore.open(shards)) == 4

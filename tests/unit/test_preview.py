@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dflash_core.config import RunConfig
-from tasks.preview import choose, render_sample
+from tasks.preview import choose, file_rows, render_sample
 
 
 class Bytes:
@@ -35,6 +35,27 @@ def test_a_sample_in_colours() -> None:
     styled = {shown.plain[s.start : s.end]: str(s.style) for s in shown.spans}
     assert styled["a\u241b "] == "dim"
     assert styled["é"] == "green underline" and styled["!"] == "green"
+
+
+def test_where_there_are_no_colours_brackets_show_the_mask() -> None:
+    store = SimpleNamespace(
+        token_ids=lambda row: np.frombuffer(b"q:ab!cd", dtype=np.uint8).astype(np.int32),
+        loss_mask=lambda row: np.array([0, 0, 1, 1, 0, 1, 1], np.uint8),
+        sample_id=lambda row: b"x" * 16,
+        sources=["chats"],
+        source_id=[0],
+        is_validation=[True],
+    )
+    body = render_sample(store, 0, Bytes(), RunConfig(), marks=True).plain.split("\n", 1)[1]
+    assert body == "q:\u27e6ab\u27e7!\u27e6cd\u27e7"
+
+
+def test_what_became_of_each_file() -> None:
+    found = {"source": "a.jsonl", "format": "messages", "num_samples": 3, "num_rows": 5}
+    counts = {"rejects": {"over length": 2}, "notes": {"reasoning dropped": 1}}
+    assert file_rows([found | counts]) == [
+        ("a.jsonl", "messages: 3 samples of 5 rows\n2 rejected: over length\n1 kept: reasoning dropped")
+    ]
 
 
 def test_shown_samples_are_spread_over_the_lengths() -> None:

@@ -219,3 +219,26 @@ def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_setting
     assert written.batching.num_buckets == 6 and written.data.files == ("a",)
     assert written.training.max_draft_slots == 64
     assert to_dict(written)["optimizer"] == to_dict(before)["optimizer"]
+
+
+def test_the_template_that_renders_prompt_files_decides_an_evaluation(tmp_path: Path) -> None:
+    from dflash_core.config import EvaluationConfig
+    from tasks.evaluate import evaluation_inputs
+
+    for name in ("config.json", "model.safetensors", "a.jinja", "b.jinja"):
+        (tmp_path / name).write_text(name)
+
+    def digest(template: str | None, *prompts: str) -> object:
+        inputs = evaluation_inputs(
+            EvaluationConfig(prompts=prompts),
+            drafter_directory=tmp_path,
+            target_fingerprint="t",
+            sets=[],
+            chat_template=template and str(tmp_path / template),
+            digests=FileDigests(tmp_path),
+        )
+        return inputs["chat_template_digest"]
+
+    assert digest("a.jinja", "p.jsonl") != digest("b.jinja", "p.jsonl")
+    assert digest(None, "p.jsonl") is None
+    assert digest("a.jinja") is None  # prompts of the validation samples are tokens already
