@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def main(path: Path) -> int:
     record = RankRecord(run.directory, rank, role_of(make_layout(run.config.training), rank))
     try:
         with reporting(record):  # before peers see this rank's connections close
-            run_rank(run, set_up(run.config.training), record, stop)
+            spread = run.config.target.device_map is not None
+            run_rank(run, set_up(run.config.training, spread_target=spread), record, stop)
     except Stopped:
         return EXIT_STOPPED
     except UserError as error:
@@ -37,4 +39,7 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait for a transfer with a peer that is gone must not hold up the end

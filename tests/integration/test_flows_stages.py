@@ -171,6 +171,41 @@ def test_what_reruns_after_which_change(place: dict, tmp_path: Path, monkeypatch
     assert ran(refresh=["profile"]) == ["profile"]
 
 
+def test_a_training_that_died_is_tried_again_and_goes_on(
+    place: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_core.training import launcher
+    from dflash_core.training.launcher import TrainingFailed
+    from flows.train_dflash import train_dflash
+    from tasks.train import train
+
+    recorder = Recorder(monkeypatch)
+    monkeypatch.setattr(train, "retry_delay_seconds", 0)
+    train_dflash(**place)
+    recorder.take()
+    tries: list[bool] = []
+    again = True
+
+    def dies_once(run_dir: Path, config: Any, on_metrics: Any) -> dict[str, Any]:
+        tries.append((run_dir / "checkpoints" / "step-00000003").exists())
+        if len(tries) == 1:
+            (run_dir / "checkpoints" / "step-00000003").mkdir(parents=True)
+            raise TrainingFailed("rank 1 (target, pid 7 on host) ended without a report", again=again)
+        return recorder._launch(run_dir, config, on_metrics)
+
+    monkeypatch.setattr(launcher, "launch", dies_once)
+    train_dflash(**place, refresh=["train"])
+    assert tries == [
+        False,
+        True,
+    ]  # from the start, and from its checkpoint although it was to be trained anew
+    again = False
+    tries.clear()
+    with pytest.raises(TrainingFailed, match="ended without a report"):
+        train_dflash(**place, refresh=["train"])
+    assert tries == [False]
+
+
 def test_rebucket_touches_new_files_profile_edges_and_plans(
     place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """Three minutes of real training on one device: tokens/s, what capture and drafter cost and how far they overlap, and a
 resume after kill -9.
 
-    python -m benchmarks.training_run                     # SmolLM2 on this machine's GPU, or its CPU
-    python -m benchmarks.training_run --seconds 60 --param training.device=cpu
+    python -m benchmarks.gpu_training                     # SmolLM2 on this machine's GPU, or its CPU
+    python -m benchmarks.gpu_training --seconds 60 --param training.device=cpu
 
 Runs train-dflash/smollm2 as a command with states captured anew at every step, kills its whole process group half-way,
 starts it again, and stops it when the time is over. Overlap = (capture + drafter seconds) / step seconds: 1 means one
