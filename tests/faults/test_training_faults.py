@@ -223,3 +223,12 @@ def test_a_cancellation_takes_less_than_28_seconds_even_with_a_stuck_rank(
     thread.join()
     assert time.monotonic() - marks["cancelled"] < 28
     assert processes_of(run_dir) == []
+
+
+@pytest.mark.long
+def test_kills_at_random_moments() -> None:
+    """The benchmark, shorter: it fails unless the struck run ends as the undisturbed one."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "6", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"kills": 6' in done.stdout.splitlines()[-1] and '"identical": true' in done.stdout
