@@ -14,7 +14,7 @@ from dflash_core.training.topology import make_layout
 
 
 def test_seconds_of_a_split_step() -> None:
-    """3 targets captured for 4 s each, 1 drafter trained for 2 s and waited for 3 s, in a step of 5 s and 1,200 tokens."""
+    """3 targets captured for 4 s each, 1 drafter trained for 2 s, waited for 3 s; 5 s a step, 1,200 tokens."""
     layout = make_layout(TrainingConfig(topology="split", num_target_ranks=3))
     spent = dict.fromkeys(SPENT, 0.0) | {
         "capture": 12.0,
