@@ -15,11 +15,14 @@ sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever 
 from tests.tiny_target import make_tiny_target  # noqa: E402
 
 
+# These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
+RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist a file's tests stay together, for they share its fixtures; faults wait a lot and are dealt singly."""
+    """Under xdist a file's tests stay together, for they share its fixtures."""
     for item in items:
-        if "faults" not in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        item.add_marker(pytest.mark.xdist_group("ranks" if item.path.stem in RANKS else item.path.stem))
 
 
 @pytest.fixture(scope="session")
