@@ -99,9 +99,12 @@ def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny
 
 
 def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
+    """One process, then a target and two drafters with sharded weights, then one process again."""
     run_dir, config = write_run(root, tiny_target_dir, name="other-ranks")
-    stop_at(run_dir, config, 3)
-    run_ranks(run_dir, with_training(run_dir, config, topology="split", num_drafter_ranks=2))
+    first = stop_at(run_dir, config, 3)
+    sharded = with_training(run_dir, config, topology="split", num_drafter_ranks=2, parallel="fsdp2")
+    assert stop_at(run_dir, sharded, first + 3) >= first + 3
+    run_ranks(run_dir, with_training(run_dir, config))
     expected, found = read_metrics(undisturbed), read_metrics(run_dir)
     assert list(found) == list(expected)
     for step, line in expected.items():
