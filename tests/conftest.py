@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever 
 
 from tests.tiny_target import make_tiny_target  # noqa: E402
 
-
 # These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
 RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
 
