@@ -61,24 +61,22 @@ def start_ranks(run_dir: Path, config: RunConfig, fault: Fault | None = None) ->
 
 
 def _rank(run_dir: Path, environment: dict[str, object], fault: Fault | None) -> None:
+    from dflash_core.training.__main__ import run_and_end
+
     os.environ.update({name: str(value) for name, value in environment.items()})
-    code = _train(run_dir, fault)
-    sys.stdout.flush()
-    os._exit(code)
+    _prepare(run_dir)
+    if fault is not None:
+        fault(int(os.environ["RANK"]))
+    run_and_end(run_dir / "run.json")
 
 
-def _train(run_dir: Path, fault: Fault | None) -> int:
+def _prepare(run_dir: Path) -> None:
     import torch
-
-    from dflash_core.training.__main__ import main
 
     torch.set_num_threads(1)
     console = os.open(run_dir / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    if fault is not None:
-        fault(int(os.environ["RANK"]))
-    return main(run_dir / "run.json")
 
 
 def wait_for(processes: list[ForkServerProcess], seconds: float = 300.0) -> list[int | None]:
@@ -132,7 +130,16 @@ def _agent(run_dir: Path, config: RunConfig, node: int, endpoint: str) -> None:
     os.environ |= {"DFLASH_RDZV_ENDPOINT": endpoint, "LOGLEVEL": "CRITICAL"}
     arguments = torchrun_arguments(config.training, run_dir / "run.json", node_rank=node)
     settings, _, _ = config_from_args(parse_args(["--start-method", "fork", *arguments]))
-    elastic_launch(settings, _train)(run_dir, None)
+    elastic_launch(settings, _rank_of_agent)(run_dir)
+
+
+def _rank_of_agent(run_dir: Path) -> int:
+    from dflash_core.training.__main__ import main
+
+    _prepare(run_dir)
+    if code := main(run_dir / "run.json"):
+        raise RuntimeError(f"exit code {code}")
+    return code
 
 
 def console(run_dir: Path) -> str:

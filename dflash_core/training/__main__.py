@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_core.config import UserError
 from dflash_core.training.supervise import RankRecord, Stopped, StopSignal, end_with_parent, reporting
@@ -38,8 +40,17 @@ def main(path: Path) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
+def run_and_end(path: Path) -> NoReturn:
+    """End the process whatever its threads do: one that waits for a peer that is gone must not hold it up."""
+    try:
+        code = main(path)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads that wait for a transfer with a peer that is gone must not hold up the end
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run_and_end(Path(sys.argv[1]))
