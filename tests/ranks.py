@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
