@@ -18,6 +18,7 @@ from tests.tiny_target import make_tiny_target  # noqa: E402
 RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under xdist a file's tests stay together, for they share its fixtures."""
     for item in items:
