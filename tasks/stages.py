@@ -35,6 +35,9 @@ from prefect.futures import PrefectFuture
 from dflash_core.config import UserError
 
 POINTER = "pointer.json"
+STAGE_SECONDS = 6 * 3600.0  # the time limit of a stage: one file, one epoch, one evaluation
+
+PUBLISH_SECONDS = 1800.0  # of a report on its way to MLflow
 
 # For tasks that read files or the network. A user's mistake does not go away by trying again.
 RETRY_IO: dict[str, Any] = {
@@ -255,6 +258,7 @@ def stage(
     version: int,
     sources: tuple[str, ...] = (),
     locations: tuple[str, ...] = (),
+    timeout_seconds: float | None = STAGE_SECONDS,
     **task_options: Any,
 ) -> Callable[[Callable[..., dict[str, Any]]], Stage]:
     """Decorator that makes a stage of `function(out, **inputs) -> summary`; see the module's docstring.
@@ -263,8 +267,10 @@ def stage(
         version: code version; raise it whenever the same inputs could now give other outputs.
         sources: modules or packages of dflash_core whose code decides the outputs; a test holds their digest.
         locations: inputs that say where something lies or how fast to work; they are not part of the key.
+        timeout_seconds: after which the task ends as TimedOut; None where the work has limits of its own.
         task_options: Prefect's, such as retries.
     """
+    task_options["timeout_seconds"] = timeout_seconds
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Stage:
         STAGES[name] = Stage(function, name, version, sources, locations, task_options)

@@ -131,7 +131,11 @@ def test_mlflow_has_one_finished_run_with_one_point_a_step(trained: Place) -> No
     names = {a.path for a in client.list_artifacts(report["mlflow_run_id"])}
     assert {"report.md", "report.json", "plots", "drafter"} <= names
     version = client.get_model_version_by_alias("dflash-quickstart", "current")
-    assert version.run_id == report["mlflow_run_id"]
+    assert version.run_id == report["mlflow_run_id"] and version.tags["run_key"] == report["run_key"]
+    [logged] = run.inputs.dataset_inputs
+    assert logged.dataset.digest == run.data.tags["data_digest"]
+    assert json.loads(logged.dataset.profile)["num_samples"] == report["dataset"]["num_samples"]
+    assert run.info.run_name.startswith("quickstart-packed-a-")
     assert not list((trained.path / "runs" / "open-runs").glob("*.json"))
 
 
