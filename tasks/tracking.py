@@ -16,7 +16,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +118,15 @@ def run_tags(config: RunConfig, dataset_digest: str, run_key: str, flow_run_id: 
     return tags | ({"experiment_group": config.tracking.group} if config.tracking.group else {})
 
 
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line of metrics.jsonl."""
+    return {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, int | float) and key not in ("step", "time_ms")
+    }
+
+
 @dataclass
 class Tracker:
     """Metrics of one training on their way to one MLflow run."""
@@ -203,6 +212,19 @@ class Tracker:
         self._steps_since_flush += 1
         if self._steps_since_flush >= FLUSH_STEPS or time.monotonic() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
+
+    def catch_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Sends what metrics.jsonl has and MLflow has not, for a run that goes on: a process that was killed took
+        its buffer along.
+        """
+        if not self._resumed:
+            return
+        try:
+            for line in lines:
+                self.log(scalars(line), line["step"], line["time_ms"])
+            self.flush()
+        except Exception as error:  # the tracking server's troubles are not the training's
+            log.warning("points of the steps before could not be sent again: %s", error)
 
     def _last(self, key: str) -> int:
         """Last step recorded of a metric; asked of MLflow once, and only for a run that was continued."""

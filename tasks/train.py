@@ -24,7 +24,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig, UserError, from_dict
-from tasks import artifacts, runs, tracking
+from tasks import artifacts, report, runs, tracking
 from tasks.stages import write_json
 
 PROGRESS_SECONDS = 5.0  # between updates of the progress artifact
@@ -119,13 +119,11 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
 
     def on_metrics(lines: list[dict[str, Any]]) -> None:
         for line in lines:
-            values = {
-                k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time_ms")
-            }
-            tracker.log(values, line["step"], line["time_ms"])
+            tracker.log(tracking.scalars(line), line["step"], line["time_ms"])
         progress.update(lines[-1]["step"])
 
     try:
+        tracker.catch_up(report.read_metrics(run.directory))
         summary = launch(run.directory, config, on_metrics)
         write_json(run.directory / "finished.json", {"finished": int(time.time()), "summary": summary})
         status = "FINISHED"

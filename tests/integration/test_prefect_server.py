@@ -1,7 +1,4 @@
-"""A real server, pool and worker on loopback: run, cancel, rerun, as `prefect` commands.
-
-Written, and not run so far: expect to mend the tests themselves first.
-"""
+"""A real server, pool and worker on loopback: run, cancel, rerun, as `prefect` commands."""
 
 from __future__ import annotations
 

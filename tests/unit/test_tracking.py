@@ -89,6 +89,22 @@ def test_a_resumed_run_goes_on_after_its_last_point(client: Client, tmp_path: Pa
     assert sorted(step for name, step, _ in client.points if name == "validation/loss") == [2, 4]
 
 
+def test_what_a_kill_kept_from_mlflow_is_sent_by_the_next_process(client: Client, tmp_path: Path) -> None:
+    lines = [{"step": step, "time_ms": step, "train/loss": 1.0, "note": "text"} for step in range(1, 8)]
+    first = tracker(client, tmp_path)
+    for line in lines[:3]:
+        first.log(tracking.scalars(line), line["step"], line["time_ms"])
+    first.flush()
+    for line in lines[3:6]:  # in the buffer when the process is killed
+        first.log(tracking.scalars(line), line["step"], line["time_ms"])
+    again = tracker(client, tmp_path, resumed=True)
+    again.catch_up(lines[:5])
+    for line in lines[4:]:  # the checkpoint was of step 4
+        again.log(tracking.scalars(line), line["step"], line["time_ms"])
+    again.flush()
+    assert client.points == [("train/loss", step, 1.0) for step in range(1, 8)]
+
+
 def test_a_tracking_server_that_is_away_loses_nothing(client: Client, tmp_path: Path) -> None:
     tracked = tracker(client, tmp_path)
     client.away = True
