@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from dflash_core.config import RunConfig, UserError
 from flows import deployments
+from flows.abandoned import noted
 from flows.deployments import FlowOptions
 from flows.runners import task_runner
 from tasks.files import check_files
@@ -84,7 +85,7 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
         def entry(*args: Any, **given: Any) -> Any:
             config, options = _resolve(name, {**dict(zip(signature.parameters, args)), **given})
             check_files(config)
-            with task_runner(config):
+            with noted(str(runtime.flow_run.id)), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -22,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dflash_core.config import RunConfig, UserError
+from tasks.processes import is_gone, this_process
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 5.0
 BATCH_LIMIT = 1000  # metrics MLflow takes in one call
@@ -360,13 +358,7 @@ def open_marker(storage_root: str | Path, owner: str) -> Path:
 
 def write_marker(marker: Path, *, uri: str, run_id: str, status: str | None = None, **_: Any) -> None:
     """Notes an open run, the process that has it open, and the status it should have got."""
-    described = {
-        "uri": uri,
-        "run_id": run_id,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "status": status,
-    }
+    described = {"uri": uri, "run_id": run_id, "status": status, **this_process()}
     marker.write_text(json.dumps(described))
 
 
@@ -385,7 +377,7 @@ def close_abandoned_runs(storage_root: str | Path) -> None:
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
         with suppress(OSError, json.JSONDecodeError, KeyError):
             left = json.loads(marker.read_text(encoding="utf-8"))
-            if left["host"] == socket.gethostname() and not psutil.pid_exists(left["pid"]):
+            if is_gone(left):
                 _close_marked(marker, "KILLED")
 
 

@@ -136,7 +136,7 @@ def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list
     mine, gone, elsewhere = (directory / f"{name}.json" for name in ("mine", "gone", "elsewhere"))
     for marker in (mine, gone, elsewhere):
         tracking.write_marker(marker, uri="u", run_id=marker.stem)
-    for marker, other in ((gone, {"pid": 2**22 + 1}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
+    for marker, other in ((gone, {"started": 0.0}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
         marker.write_text(json.dumps(json.loads(marker.read_text()) | other))
     (directory / "torn.json").write_text("{")
     tracking.close_abandoned_runs(tmp_path)
