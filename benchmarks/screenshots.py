@@ -13,6 +13,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ def server(command: list[str], url: str, environment: dict[str, str]) -> Iterato
             sys.exit(f"{command[2]} did not answer at {url}")
         yield
     finally:
-        process.terminate()
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
 
 

@@ -4,139 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.integration.flow_inputs import BASE, write_rows
+from tests.integration.flow_inputs import BASE
+from tests.integration.operations import ROOT, Operations, end_group, free_port, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
-
-
-class Operations:
-    """A server with its database, a worker of `dflash-train`, and the `prefect` command, all under one directory."""
-
-    def __init__(self, path: Path, target: Path) -> None:
-        self.path, self.target = path, target
-        self.runs = path / "runs"
-        write_rows(path / "a.jsonl", 60, seed=0)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
-        self.environment = kept | {
-            "PREFECT_HOME": str(path / "prefect"),
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "DO_NOT_TRACK": "true",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.worker: subprocess.Popen[bytes] | None = None
-        self.server: subprocess.Popen[bytes] | None = None
-        self.port = ""
-
-    def start_server(self, port: str) -> None:
-        """Returns when it answers; the same port and database after an outage."""
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
-        with (self.path / "server.log").open("ab") as log:
-            self.server = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, stdout=log, stderr=log, start_new_session=True
-            )
-        self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
-        wait_until(lambda: self.prefect("work-pool", "ls", check=False).returncode == 0, 120)
-
-    def prefect(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=check,
-        )
-
-    def start_worker(self) -> None:
-        """As `make worker` does."""
-        subprocess.run(
-            [sys.executable, "-m", "flows.abandoned"], cwd=ROOT, env=self.environment, check=True, timeout=60
-        )
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dflash-train"]
-        with (self.path / "worker.log").open("ab") as log:
-            self.worker = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=log, stderr=log)
-
-    def run(self, **sections: Any) -> str:
-        """Asks for a run of train-dflash/quickstart; returns its id."""
-        settings = {
-            **BASE,
-            "storage_root": str(self.runs),
-            "target": {"name": str(self.target)},
-            "data": {"files": [str(self.path / "a.jsonl")], "min_validation_samples": 4, "limit": None},
-            "tracking": {"system_metrics": False},
-            **sections,
-        }
-        given = [f"--param={name}={json.dumps(value)}" for name, value in settings.items()]
-        done = self.prefect("deployment", "run", "train-dflash/quickstart", *given)
-        found = re.search(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", done.stdout)
-        assert found, done.stdout
-        return found.group()
-
-    def state(self, flow_run: str) -> str:
-        done = self.prefect("flow-run", "inspect", flow_run, "--output", "json")
-        return str(json.loads(done.stdout)["state"]["type"])
-
-    def wait_for(self, flow_run: str, seconds: float, *states: str) -> None:
-        wait_until(
-            lambda: self.state(flow_run) in states, seconds, lambda: (self.path / "worker.log").read_text()
-        )
-
-    def training_processes(self) -> list[psutil.Process]:
-        everything = psutil.process_iter(["cmdline"])
-        return [p for p in everything if any(str(self.runs) in part for part in p.info["cmdline"] or [])]
-
-
-def wait_until(done: Callable[[], object], seconds: float, explain: Callable[[], str] = str) -> None:
-    give_up = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < give_up, explain()
-        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[Operations]:
-    place = Operations(tmp_path_factory.mktemp("operations"), tiny_target_dir)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place.port = port
-    try:
-        place.start_server(port)
-        for pool in ("dflash-train", "dflash-data"):
-            place.prefect("work-pool", "create", pool, "--type", "process")
-        place.prefect("work-pool", "set-concurrency-limit", "dflash-train", "1")
-        place.prefect("deploy", "--all")
-        place.start_worker()
+    with Operations(tmp_path_factory.mktemp("operations"), tiny_target_dir) as place:
         yield place
-    finally:
-        if place.worker is not None:
-            place.worker.terminate()
-            place.worker.wait(60)
-        end_group(place.server)
-
-
-def end_group(process: subprocess.Popen[bytes] | None) -> None:
-    """The process and all it started, at once."""
-    if process is not None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
 
 
 OUTAGE_SECONDS = 60.0
@@ -205,7 +92,7 @@ def test_the_prefect_server_away_for_a_while_stops_no_training(operations: Opera
     before = set(operations.runs.glob("quickstart/*/summary.json"))
     end_group(operations.server)
     time.sleep(OUTAGE_SECONDS)
-    operations.start_server(operations.port)
+    operations.start_server()
     operations.wait_for(flow_run, 300, "COMPLETED", "CRASHED", "FAILED")
     wait_until(lambda: set(operations.runs.glob("quickstart/*/summary.json")) - before, 120)
     wait_until(lambda: not operations.training_processes(), 60)
@@ -214,9 +101,7 @@ def test_the_prefect_server_away_for_a_while_stops_no_training(operations: Opera
 
 
 def test_the_mlflow_server_away_for_a_while_loses_and_doubles_nothing(operations: Operations) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     command = [
         sys.executable,
         "-m",
