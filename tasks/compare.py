@@ -181,13 +181,15 @@ def run_metrics(
         "validation_loss": validation.get("validation/loss"),
         "acceptance_length": evaluation.get("acceptance_length"),
         "steps_to_level": comparison.steps_to_reach(run.loss, level, window),
-        **{name: row.get(name) for name in ("throughput_ratio_to_sorted", *report.PLAN_FIGURES)},
+        "throughput_ratio_to_sorted": row.get("throughput_ratio_to_sorted"),
         **{n: v for n, v in comparison.throughput(run).items() if n.endswith("tokens_per_second")},
         **comparison.loss_statistics(run),
     }
-    found = {f"final/{name}": value for name, value in figures.items()} | report.acceptance_metrics(
-        evaluation
-    )
+    found = {
+        **{f"final/{name}": value for name, value in figures.items()},
+        **report.plan_metrics(report.plan_figures({result.strategy: result.plans})[result.strategy]),
+        **report.acceptance_metrics(evaluation),
+    }
     return {name: float(value) for name, value in found.items() if value is not None and np.isfinite(value)}
 
 

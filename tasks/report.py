@@ -370,11 +370,18 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
         "final/validation_loss": report["validation"]["loss_last"],
         "final/tokens_per_second": report["train"]["tokens_per_second"],
         "final/acceptance_length": evaluation.get("acceptance_length"),
-        **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES},
-        **{f"batch/{name}": value for name, value in plan.items() if name not in PLAN_FIGURES},
+        **plan_metrics(plan),
     }
     metrics |= acceptance_metrics(evaluation)
     return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def plan_metrics(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A strategy's plan figures: a few to sort runs by, all beside the steps' own."""
+    beside = {
+        f"batch/{name}": value for name, value in plan.items() if name != "padding_efficiency"
+    }  # steps have it
+    return {**beside, **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES}}
 
 
 def acceptance_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
