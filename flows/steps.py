@@ -26,7 +26,7 @@ from tasks import (
     train,
 )
 from tasks import evaluate as evaluation
-from tasks.stages import STAGES, FileDigests
+from tasks.stages import STAGES, FileDigests, results
 
 Pointer = dict[str, Any]
 
@@ -131,8 +131,7 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
         )
         for source in unique
     ]
-    pointers = [future.result() for future in futures]
-    return _open(config, pointers)
+    return _open(config, results(futures))
 
 
 def open_store(config: RunConfig, dataset: Dataset) -> Any:
@@ -284,7 +283,7 @@ def make_plans(
             )
             for epoch in range(num_epochs)
         ]
-    made = {strategy: [future.result() for future in epochs] for strategy, epochs in futures.items()}
+    made = {strategy: results(epochs) for strategy, epochs in futures.items()}
     artifacts.table(
         "plans",
         config.deployment,

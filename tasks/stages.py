@@ -133,7 +133,7 @@ class Stage:
         self.function, self.name, self.version = function, name, version
         self.sources, self.locations = sources, locations
         self.__doc__ = function.__doc__
-        self._configured: dict[tuple[bool, Path], Any] = {}
+        self._configured: dict[tuple[bool, bool, Path], Any] = {}
         self.task = task(
             name=name,
             task_run_name="{label}",
@@ -159,14 +159,23 @@ class Stage:
         label: str | None,
         after: Iterable[Any],
         refresh: bool,
+        submitted: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
         stale = refresh or not is_complete(self.directory(storage_root, inputs))
         results = storage_root.resolve() / "prefect" / "storage"
-        if (stale, results) not in self._configured:  # making a task is slow: once, not once a file
-            self._configured[stale, results] = self.task.with_options(
-                refresh_cache=stale, result_storage=results
+        if (
+            stale,
+            submitted,
+            results,
+        ) not in self._configured:  # making a task is slow: once, not once a file
+            self._configured[stale, submitted, results] = self.task.with_options(
+                refresh_cache=stale,
+                result_storage=results,
+                timeout_seconds=0
+                if submitted
+                else None,  # none in a thread, which nothing interrupts; else as it is
             )
-        configured = self._configured[stale, results]
+        configured = self._configured[stale, submitted, results]
         return configured, {
             "storage_root": str(storage_root),
             "inputs": inputs,
@@ -204,8 +213,8 @@ class Stage:
         refresh: bool = False,
         **inputs: Any,
     ) -> PrefectFuture[dict[str, Any]]:
-        """As calling it, through the flow's task runner: one task a file or an epoch."""
-        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
+        """As calling it, through the flow's task runner: one task a file or an epoch. See `results`."""
+        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh, submitted=True)
         return configured.submit(**arguments)
 
     def produce(
@@ -237,6 +246,15 @@ class Stage:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return pointer
+
+
+def results(futures: Iterable[PrefectFuture[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Pointers of submitted stages, in order.
+
+    Raises:
+        TimeoutError: one did not end within `STAGE_SECONDS` after the one before.
+    """
+    return [future.result(timeout=STAGE_SECONDS) for future in futures]
 
 
 def _remove_leftovers(directory: Path) -> None:
