@@ -49,7 +49,7 @@ class Operations:
     def __init__(self, path: Path, target: Path) -> None:
         self.path, self.target = path, target
         self.runs = path / "runs"
-        write_rows(path / "a.jsonl", 60, seed=0)
+        write_rows(path / "a.jsonl", 300, seed=0)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
         self.environment = kept | {
             "PREFECT_HOME": str(path / "prefect"),
@@ -148,6 +148,27 @@ class Operations:
         wait_until(
             lambda: self.state(flow_run) in states, seconds, lambda: (self.path / "worker.log").read_text()
         )
+
+    def run_directories(self) -> set[Path]:
+        return {
+            path.parent for path in self.runs.glob("quickstart/*/run.json") if not path.parent.is_symlink()
+        }
+
+    def new_run(self, known: set[Path], *, steps: int, seconds: float = 240.0) -> Path:
+        """The run that is not among the `known` ones, once its metrics have that many steps."""
+
+        def trained() -> list[Path]:
+            new = self.run_directories() - known
+            return [
+                path
+                for path in new
+                if (path / "metrics.jsonl").is_file()
+                and (path / "metrics.jsonl").read_text().count("train/loss") >= steps
+            ]
+
+        wait_until(trained, seconds, lambda: (self.path / "worker.log").read_text())
+        [found] = trained()
+        return found
 
     def training_processes(self) -> list[psutil.Process]:
         everything = psutil.process_iter(["cmdline"])
