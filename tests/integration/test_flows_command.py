@@ -263,7 +263,7 @@ def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -
     assert ran(batching={"strategy": "bucketed", "num_buckets": 3}) == ["evaluate", "train"]
     assert ran(batching={"token_budget": 600}) == ["edges", "evaluate", "plan 10", "train"]
     assert ran(training={"seed": 1}) == ["evaluate", "plan 10", "train"]
-    assert ran(optimizer={"lr": 0.002}) == ["evaluate", "train"]
+    assert ran(optimizer={"lr": 0.003}) == ["evaluate", "train"]
     assert ran(evaluation={"prompts": ["prompts.jsonl"]}) == ["evaluate"]
     shutil.rmtree(next((tmp_path / "runs" / "store" / "edges").iterdir()))
     assert "edges" in ran()
