@@ -26,7 +26,7 @@ from tasks import (
     train,
 )
 from tasks import evaluate as evaluation
-from tasks.stages import STAGES, FileDigests, results
+from tasks.stages import STAGES, FileDigests
 
 Pointer = dict[str, Any]
 
@@ -114,24 +114,22 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
             "data.files: %d files repeat another one by name and content; each is read once",
             len(sources) - len(unique),
         )
-    futures = [
-        ingest.ingest.submit(
-            root,
-            label=f"ingest {source.name}",
-            after=[target_pointer, *regenerated],
-            refresh="ingest" in options.refresh,
-            source_digest=source.digest,
-            source_name=source.name,
-            tokenizer_fingerprint=target_pointer["tokenizer_fingerprint"],
-            rules=rules,
-            path=source.path,
-            data=to_dict(config.data),
-            target_directory=str(target_directory(config, target_pointer)),
-            trust_remote_code=config.target.trust_remote_code,
-        )
+    calls = [
+        {
+            "label": f"ingest {source.name}",
+            "after": [target_pointer, *regenerated],
+            "source_digest": source.digest,
+            "source_name": source.name,
+            "tokenizer_fingerprint": target_pointer["tokenizer_fingerprint"],
+            "rules": rules,
+            "path": source.path,
+            "data": to_dict(config.data),
+            "target_directory": str(target_directory(config, target_pointer)),
+            "trust_remote_code": config.target.trust_remote_code,
+        }
         for source in unique
     ]
-    return _open(config, results(futures))
+    return _open(config, ingest.ingest.map(root, calls, refresh="ingest" in options.refresh))
 
 
 def open_store(config: RunConfig, dataset: Dataset) -> Any:
@@ -263,27 +261,29 @@ def make_plans(
         "num_anchors": config.objective.num_anchors,
         "block_size": config.drafter.block_size,
     }
-    futures = {}
+    calls, strategy_of_call = [], []
     for strategy in strategies:
         batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
         settings = plans.plan_settings(batching, edges_pointer["edges"])
         own = all_epochs or strategy == config.batching.strategy
         num_epochs = max(config.training.epochs if own else 0, plans.COMPARED_EPOCHS)
-        futures[strategy] = [
-            plans.build_epoch.submit(
-                root_of(config),
-                label=f"plan {strategy} epoch {epoch}",
-                after=[edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
-                refresh="plan" in options.refresh,
-                lengths_digest=lengths.digest,
-                settings=settings,
-                seed=config.training.seed,
-                epoch=epoch,
-                arguments=arguments,
-            )
+        strategy_of_call += [strategy] * num_epochs
+        calls += [
+            {
+                "label": f"plan {strategy} epoch {epoch}",
+                "after": [edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
+                "lengths_digest": lengths.digest,
+                "settings": settings,
+                "seed": config.training.seed,
+                "epoch": epoch,
+                "arguments": arguments,
+            }
             for epoch in range(num_epochs)
         ]
-    made = {strategy: results(epochs) for strategy, epochs in futures.items()}
+    made: dict[str, list[Pointer]] = {strategy: [] for strategy in strategies}
+    found = plans.build_epoch.map(root_of(config), calls, refresh="plan" in options.refresh)
+    for strategy, pointer in zip(strategy_of_call, found):
+        made[strategy].append(pointer)
     artifacts.table(
         "plans",
         config.deployment,
