@@ -2,11 +2,11 @@
 
     python -m benchmarks.tracking [--seconds 60] [--param training.device=cpu]
 
-Runs train-dflash/quickstart with states captured anew, so that a step costs what it costs at scale, and ends it after the
-given seconds of training. The flow's process does nothing but logging while its ranks train: its CPU seconds over the
-seconds of training are the most that it can take from them on a machine without an idle core. What a rank itself spends on
-lines of metrics.jsonl comes on top. Also says which share of the steps had reached MLflow at the end. Prints a table, then
-one line of JSON.
+Runs train-dflash/quickstart with states captured anew, so that a step costs what it costs at scale, and ends it after
+the given seconds of training. The flow's process does nothing but logging while its ranks train: its CPU seconds over
+the seconds of training are the most that it can take from them on a machine without an idle core. What a rank itself
+spends on lines of metrics.jsonl comes on top. Also says which share of the steps had reached MLflow at the end. Prints
+a table, then one line of JSON.
 """
 
 from __future__ import annotations
