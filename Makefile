@@ -68,7 +68,7 @@ worker: $(INSTALLED)  ## one worker for each of the two pools
 ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000 and, where none is up, the Prefect server on http://127.0.0.1:4200
 	mkdir -p runs/prefect; trap 'kill 0' INT TERM; \
 	curl -sf http://127.0.0.1:4200/api/health >/dev/null || $(PREFECT) server start --host 127.0.0.1 & \
-	MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
 		--backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db --artifacts-destination $(CURDIR)/runs/mlartifacts & wait
 
 clean:  ## remove the environment (runs/ stays)

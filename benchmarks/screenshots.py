@@ -164,6 +164,7 @@ def main() -> None:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     environment.pop("PREFECT_API_URL", None)
     mlflow_url, prefect_url = "http://127.0.0.1:5011", "http://127.0.0.1:4211"

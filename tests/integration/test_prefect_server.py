@@ -127,7 +127,10 @@ def test_the_mlflow_server_away_for_a_while_loses_and_doubles_nothing(operations
     ]
     command += ["--backend-store-uri", f"sqlite:///{operations.path}/tracking.db"]
     command += ["--artifacts-destination", str(operations.path / "artifacts")]
-    environment = operations.environment | {"MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment = operations.environment | {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # seven processes that nothing here needs
+    }
 
     def answers() -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=5):
