@@ -95,7 +95,8 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
     tracker = tracking.Tracker.start(
         config,
         run.directory,
-        name=f"{config.deployment}-{config.batching.strategy}-{inputs['dataset']['name']}-{run.key[:6]}",
+        # the strategy first: MLflow's charts and tables cut names short
+        name=f"{config.batching.strategy}-{config.deployment}-{inputs['dataset']['name']}-{run.key[:6]}",
         params=tracking.comparable_params(config),
         tags=tracking.run_tags(config, inputs["dataset_digest"], run.key, str(runtime.flow_run.id)),
         dataset=inputs["dataset"] | {"digest": inputs["dataset_digest"]},

@@ -135,7 +135,7 @@ def test_mlflow_has_one_finished_run_with_one_point_a_step(trained: Place) -> No
     [logged] = run.inputs.dataset_inputs
     assert logged.dataset.digest == run.data.tags["data_digest"]
     assert json.loads(logged.dataset.profile)["num_samples"] == report["dataset"]["num_samples"]
-    assert run.info.run_name.startswith("quickstart-packed-a-")
+    assert run.info.run_name.startswith("packed-quickstart-a-")
     assert not list((trained.path / "runs" / "open-runs").glob("*.json"))
 
 
