@@ -28,6 +28,9 @@ from urllib.parse import quote
 PAGE_SECONDS = 90.0  # for a page to show what it must
 SETTLE_SECONDS = 3.0  # for charts to be drawn after that
 WIDTH = 1600
+CHARTS = (
+    "final/(tokens_per_second|padding|mixing_step|throughput|loss_last|validation)|train/loss|perf/tokens"
+)
 
 
 @contextmanager
@@ -111,15 +114,24 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for(wanted)
 
-    def click(self, text: str) -> bool:
-        """Clicks the innermost element of that text; False where there is none."""
-        return bool(
-            self.evaluate(
-                "(() => { const found = [...document.querySelectorAll('button, a, [role=tab], span, div')]"
-                f".filter(e => e.textContent.trim() === {json.dumps(text)} && e.getClientRects().length);"
-                "if (!found.length) return false; found[found.length - 1].click(); return true; })()"
-            )
+    def click(self, text: str) -> None:
+        """Clicks the innermost visible element of that text."""
+        self.evaluate(
+            "(() => { const found = [...document.querySelectorAll('button, a, [role=tab], span, div')]"
+            f".filter(e => e.textContent.trim() === {json.dumps(text)} && e.getClientRects().length);"
+            "if (found.length) found[found.length - 1].click(); })()"
         )
+
+    def close_assistant(self) -> None:
+        """MLflow opens a panel at the right; its cross is the button in the corner."""
+        self.evaluate(
+            "[...document.querySelectorAll('button')].filter(b => { const r = b.getBoundingClientRect();"
+            " return r.width && r.top < 70 && r.right > innerWidth - 50; }).forEach(b => b.click())"
+        )
+
+    def type_into(self, placeholder: str, text: str) -> None:
+        self.evaluate(f"document.querySelector('input[placeholder={json.dumps(placeholder)}]').focus()")
+        self.call("Input.insertText", text=text)
 
     def picture(self, path: Path) -> None:
         time.sleep(SETTLE_SECONDS)
@@ -135,10 +147,14 @@ def mlflow_pictures(browser: Browser, url: str, client: Any, report: dict[str, A
     ids = quote(json.dumps([run.info.run_id for run in runs]))
     compare = f"{url}/#/compare-runs?runs={ids}&experiments={quote(json.dumps([experiment]))}"
     browser.open(compare, wanted=[*report["strategies"], "final/padding_efficiency"], height=1300)
+    browser.close_assistant()
     browser.picture(out / "mlflow-compare.png")
     search = quote(f"tags.experiment_group = '{runs[0].data.tags['experiment_group']}'")
     charts = f"{url}/#/experiments/{experiment}/runs?searchFilter={search}&compareRunsMode=CHART"
-    browser.open(charts, wanted=[str(run.info.run_name) for run in runs], height=1300)
+    browser.open(charts, wanted=[*(str(run.info.run_name) for run in runs), "Add chart"], height=1300)
+    browser.close_assistant()
+    browser.type_into("Search metric charts", CHARTS)
+    browser.wait_for(["final/padding_efficiency", "train/loss"])
     browser.picture(out / "mlflow-charts.png")
 
 
@@ -146,6 +162,9 @@ def prefect_pictures(browser: Browser, url: str, flow_run: Any, report: dict[str
     """The flow run's page with its tasks."""
     browser.open(f"{url}/runs/flow-run/{flow_run.id}", wanted=[flow_run.name, *report["strategies"]])
     browser.picture(out / "prefect-run.png")
+    browser.click("Artifacts")
+    browser.wait_for([f"plans-compare-{flow_run.parameters['deployment']}"])
+    browser.picture(out / "prefect-artifacts.png")
 
 
 def main() -> None:
@@ -161,6 +180,7 @@ def main() -> None:
     environment = {
         **os.environ,
         "PREFECT_HOME": str(root / "prefect"),
+        "PREFECT_UI_API_URL": "http://127.0.0.1:4211/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -377,11 +377,8 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plan_metrics(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A strategy's plan figures: a few to sort runs by, all beside the steps' own."""
-    beside = {
-        f"batch/{name}": value for name, value in plan.items() if name != "padding_efficiency"
-    }  # steps have it
-    return {**beside, **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES}}
+    """The figures of a strategy's plans by which runs are sorted; the report has them all."""
+    return {"batch/mixing_step": plan.get("mixing_step")} | {f"final/{n}": plan.get(n) for n in PLAN_FIGURES}
 
 
 def acceptance_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -184,6 +184,6 @@ def test_each_run_of_a_strategy_gets_its_own_figures_in_mlflow() -> None:
     assert found["final/loss_last"] == 1.0 and found["final/steps_to_level"] == 4
     assert found["final/validation_loss"] == 2.5 and found["accept/position_2"] == 0.25
     assert found["final/mixing_step"] == found["batch/mixing_step"] == 2.0
-    assert found["batch/num_shapes"] == 3 and "batch/padding_efficiency" not in found
+    assert "batch/num_shapes" not in found  # charts of a few figures, not of all
     assert "final/throughput_ratio_to_sorted" not in found  # nothing to compare with
     assert "final/r2_composition" not in found  # too few steps
