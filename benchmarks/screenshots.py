@@ -146,15 +146,15 @@ def mlflow_pictures(browser: Browser, url: str, client: Any, report: dict[str, A
     experiment = runs[0].info.experiment_id
     ids = quote(json.dumps([run.info.run_id for run in runs]))
     compare = f"{url}/#/compare-runs?runs={ids}&experiments={quote(json.dumps([experiment]))}"
-    browser.open(compare, wanted=[*report["strategies"], "final/padding_efficiency"], height=1300)
+    browser.open(compare, wanted=[*report["strategies"], "accept/position_1"], height=1300)
     browser.close_assistant()
     browser.picture(out / "mlflow-compare.png")
     search = quote(f"tags.experiment_group = '{runs[0].data.tags['experiment_group']}'")
     charts = f"{url}/#/experiments/{experiment}/runs?searchFilter={search}&compareRunsMode=CHART"
-    browser.open(charts, wanted=[*(str(run.info.run_name) for run in runs), "Add chart"], height=1300)
+    browser.open(charts, wanted=[*(str(run.info.run_name) for run in runs), "Add chart"], height=1700)
     browser.close_assistant()
     browser.type_into("Search metric charts", CHARTS)
-    browser.wait_for(["final/padding_efficiency", "train/loss"])
+    browser.wait_for(["final/padding_efficiency"])
     browser.picture(out / "mlflow-charts.png")
 
 
