@@ -12,8 +12,16 @@ from typing import Any
 
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
-PROFILE_FIGURES = ("num_samples", "num_tokens", "num_supervised_tokens", "mean_length", "median_length")
-PROFILE_FIGURES += ("p90_length", "p99_length", "max_length")
+PROFILE_FIGURES = (
+    "num_samples",
+    "num_tokens",
+    "num_supervised_tokens",
+    "mean_length",
+    "median_length",
+    "p90_length",
+    "p99_length",
+    "max_length",
+)
 IMAGE = re.compile(r"!\[([^]]*)\]\(([^)]+\.png)\)")
 
 
