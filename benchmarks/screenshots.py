@@ -4,6 +4,8 @@
 
 Needs Chromium (Debian: apt-get install chromium). Starts both servers on loopback over the storage root, opens each
 page in headless Chromium, waits until the names it must show are in it, and writes docs/*.png. Prints one line of JSON.
+
+The pages of MLflow were opened and looked at; a run of all of it to the end is still to come.
 """
 
 from __future__ import annotations
