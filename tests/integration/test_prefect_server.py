@@ -1,6 +1,6 @@
 """A real server, pool and worker on loopback: run, cancel, rerun, as `prefect` commands.
 
-Cancelling and resuming have passed; the machine that goes down and the two outages have not been run to their end so far.
+Cancelling and resuming have passed; the machine that goes down and the outages have not been run to their end so far.
 """
 
 from __future__ import annotations
