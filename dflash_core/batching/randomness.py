@@ -62,7 +62,9 @@ def shuffled(n: int, key: np.uint64) -> NDArray[np.int32]:
     drawn = np.concatenate(
         [[0], np.cumsum(np.maximum(np.diff(starts) - 1, 0))]
     )  # words used before each cell
-    second = np.uint64(_mix64_scalar(np.uint64(key) ^ _GOLDEN))  # another stream for the order inside the cells
+    second = np.uint64(
+        _mix64_scalar(np.uint64(key) ^ _GOLDEN)
+    )  # another stream for the order inside the cells
     on_all_cores(num_cells, n, lambda first, last: _shuffle_cells(out, starts, drawn, second, first, last))
     return out
 
