@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                  # 30 kills of a split run of 1 target and 1 drafter rank
     python benchmarks/soak.py --kills 5 --seed 3
+    python benchmarks/soak.py --directory DIR --minutes 9      # pauses; the same command goes on
 
 Claim: whatever dies and when (a target rank, a drafter rank, torchrun, by SIGKILL or SIGTERM), no process is
 left, the next launch goes on by itself, and losses and exported weights equal those of an undisturbed run bit
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,54 +69,90 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
+class Soak:
+    """A run that is struck again and again; what is known of it lies in its directory, so it can go on later."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root, self.seed = root, seed
+        self.target = root / "target"
+        self.notes = root / "soak.json"
+        self.known: dict[str, Any] = {"kills": 0, "launches": 0, "rounds": 0}
+        if self.notes.exists():
+            self.known = json.loads(self.notes.read_text())
+            return
+        make_tiny_target(self.target)
+        whole, config = write_run(root, self.target, SETTINGS, name="whole")
+        started = time.monotonic()
+        launch(whole, config)
+        self.note(seconds=time.monotonic() - started)
+
+    def note(self, **values: Any) -> None:
+        self.known |= values
+        self.notes.write_text(json.dumps(self.known))
+
+    def launch(self, strikes: bool) -> str:
+        """One launch, struck at a random moment or not; returns how it ended."""
+        rng = random.Random(f"{self.seed} {self.known['launches']}")
+        run_dir, config = write_run(self.root, self.target, SETTINGS, name=self.name)
+        done = threading.Event()
+        seconds = rng.uniform(0.2, 1.0) * self.known["seconds"]
+        victim = rng.choice(["target", "drafter", "torchrun"])
+        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        if strikes:
+            threading.Thread(
+                target=strike, args=(run_dir, seconds, victim, number, done), daemon=True
+            ).start()
+        try:
+            launch(run_dir, config)
+            ended = "finished"
+        except TrainingFailed as failure:
+            ended = str(failure)
+            self.note(kills=self.known["kills"] + 1)
+        done.set()
+        assert_nothing_left(run_dir)
+        self.note(launches=self.known["launches"] + 1)
+        words = f"{victim:<10}{number.name:<10}{seconds:>8.1f}" if strikes else f"{'-':<10}{'-':<10}{'-':>8}"
+        print(f"{self.known['launches']:>6}  {words}  {ended[:110]}", flush=True)
+        return ended
+
+    @property
+    def name(self) -> str:
+        return f"struck-{self.known['rounds']}"
+
+    def is_identical(self) -> bool:
+        """Losses and weights of the struck run against those of the undisturbed one."""
+        struck, whole = self.root / self.name, self.root / "whole"
+        ours, theirs = weights(struck), weights(whole)
+        return losses(struck) == losses(whole) and all(np.array_equal(ours[n], theirs[n]) for n in theirs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="keep everything here, and go on with what is there")
+    parser.add_argument("--minutes", type=float, default=1e9, help="pause after so long; needs --directory")
     arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        target = make_tiny_target(root / "target")
-        whole, config = write_run(root, target, SETTINGS, name="whole")
-        started = time.monotonic()
-        launch(whole, config)
-        undisturbed_seconds = time.monotonic() - started
-        run_dir, config = write_run(root, target, SETTINGS, name="struck")
-        kills = launches = 0
+    pause = time.monotonic() + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory() as temporary:
+        root = arguments.directory or Path(temporary)
+        root.mkdir(parents=True, exist_ok=True)
+        soak = Soak(root, arguments.seed)
         print(f"{'launch':>6}  {'victim':<10}{'signal':<10}{'after s':>8}  how the launch ended")
-        while not (run_dir / "summary.json").exists():
-            launches += 1
-            done = threading.Event()
-            plan = (
-                rng.uniform(0.2, 1.0) * undisturbed_seconds,
-                rng.choice(["target", "drafter", "torchrun"]),
-                rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]),
-            )
-            if kills < arguments.kills:
-                threading.Thread(target=strike, args=(run_dir, *plan, done), daemon=True).start()
-            try:
-                launch(run_dir, config)
-                ended = "finished"
-            except TrainingFailed as failure:
-                ended = str(failure)
-                kills += 1
-            done.set()
-            assert_nothing_left(run_dir)
-            print(f"{launches:>6}  {plan[1]:<10}{plan[2].name:<10}{plan[0]:>8.1f}  {ended[:110]}", flush=True)
-            if (
-                ended == "finished" and kills < arguments.kills
-            ):  # too fast for this strike: once more from the start
-                same = losses(run_dir) == losses(whole)
-                assert same, "a finished run differs"
-                run_dir, config = write_run(root, target, SETTINGS, name=f"struck-{launches}")
-        ours, theirs = weights(run_dir), weights(whole)
-        identical = losses(run_dir) == losses(whole) and all(
-            np.array_equal(ours[n], theirs[n]) for n in theirs
-        )
+        ended = ""
+        while ended != "finished" or soak.known["kills"] < arguments.kills:
+            if time.monotonic() > pause:
+                print(f"{soak.known['kills']} kills so far; the same command goes on")
+                return
+            if ended == "finished":  # too fast for its strikes: once more from the start
+                assert soak.is_identical(), "a finished run differs"
+                soak.note(rounds=soak.known["rounds"] + 1)
+            ended = soak.launch(strikes=soak.known["kills"] < arguments.kills)
+        identical = soak.is_identical()
+        kills, launches = soak.known["kills"], soak.known["launches"]
         print(f"{kills} kills in {launches} launches; losses and weights identical: {identical}")
         print(json.dumps({"kills": kills, "launches": launches, "identical": identical}))
         sys.exit(0 if identical else 1)

@@ -1,17 +1,16 @@
 """How many ranks should capture and how many should train: a real plan, run on paper for 8, 64 and 512 GPUs.
 
-    python benchmarks/topology_sim.py             # tables for an 8B target; constants of
-    dflash_core.batching.cost python benchmarks/topology_sim.py --check     # also runs 1 to 3 processes with
-    artificial delays against it
+    python benchmarks/topology_sim.py             # tables for an 8B target; constants of dflash_core.batching.cost
+    python benchmarks/topology_sim.py --check     # first runs 1 to 4 processes with artificial delays against it
 
 Claims: (1) throughput against the number of target ranks, and the best split, follow from the plan and the
 seconds of a microbatch; (2) the bandwidth between ranks below which transfers take over; (3) the timeline
 agrees with processes that really capture, send and train within 10%.
 
 The delays of `--check` are floors: a rank that needs less sleeps for the rest, so each capture and each
-training takes what the timeline assumes. Steps hold four microbatches a GPU: with one, 6 of 8 drafter ranks
-would wait while the 2 that got a second one work. Prints tables, then
-one line of JSON.
+training takes what the timeline assumes. It ends with an error where a run is more than 10% off. Steps hold four
+microbatches a GPU: with one, 6 of 8 drafter ranks would wait while the 2 that got a second one work. Prints tables,
+then one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -157,18 +154,22 @@ CHECKED = {
     "split 1+1": {"topology": "split"},
     "split 2+1": {"topology": "split", "num_target_ranks": 2},
     "split 1+2": {"topology": "split", "num_drafter_ranks": 2},
+    "split 2+2": {"topology": "split", "num_target_ranks": 2, "num_drafter_ranks": 2},
 }
 DELAYS = {"capture": 0.006, "train": 0.004}  # seconds a token
 
 
 def check() -> dict[str, Any]:
     """Real processes whose captures and trainings take given times, beside the timeline of the same plan."""
+    from dflash_core.training.setup import Run
+    from tests.injected_faults import slow_work
+    from tests.ranks import run_ranks
     from tests.tiny_target import make_tiny_target
     from tests.training_run import read_metrics, write_run
 
     os.environ["OMP_NUM_THREADS"] = "1"
     out = {}
-    print(f"\n{'processes':<14}{'measured s':>12}{'timeline s':>12}{'ratio':>8}")
+    print(f"{'processes':<14}{'measured s':>12}{'timeline s':>12}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         target = make_tiny_target(root / "target")
@@ -176,12 +177,8 @@ def check() -> dict[str, Any]:
             training = {"epochs": 1, "max_steps": 10, "validate_every": 1000, "checkpoint_every_steps": 1000}
             changes = {"training": {**training, "num_validation_samples": 1, **settings}}
             run_dir, config = write_run(root, target, changes, name=name.replace(" ", "-"))
-            subprocess.run(
-                torchrun(config.training, run_dir / "run.json"), check=True, stdout=subprocess.DEVNULL
-            )
+            run_ranks(run_dir, config, partial(slow_work, seconds=DELAYS))
             times = [line["time_ms"] / 1000 for line in read_metrics(run_dir).values()]
-            from dflash_core.training.setup import Run
-
             run = Run.load(run_dir / "run.json")
             schedule = run.open_schedule(run.open_store())
             timeline = simulate(
@@ -208,68 +205,18 @@ def delay(schedule: Schedule, assignment: Assignment, kind: str) -> float:
     return float(schedule.plan(assignment.epoch).tokens[assignment.microbatch] * DELAYS[kind])
 
 
-def torchrun(training: TrainingConfig, run_json: Path) -> list[str]:
-    """torchrun of this file as the rank."""
-    from dflash_core.training.launcher import torchrun_arguments
-
-    arguments = torchrun_arguments(training, run_json)
-    module = arguments.index("-m")
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *arguments[:module],
-        __file__,
-        "--rank",
-        str(run_json),
-    ]
-
-
-def rank(run_json: Path) -> int:
-    """A rank of a real run in which captures and training passes take no less than their delay."""
-    from dflash_core.training import __main__ as entry
-    from dflash_core.training import loop, rank
-
-    def slowed(function: Any, kind: str) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            started = time.monotonic()
-            result = function(*arguments, **keywords)
-            microbatch = next(a for a in arguments if hasattr(a, "token_ids"))
-            if keywords.get("backward", True):
-                time.sleep(max(0.0, started + microbatch.num_tokens * DELAYS[kind] - time.monotonic()))
-            return result
-
-        return call
-
-    make_capture = rank.make_capture
-
-    def make_slow_capture(*arguments: Any) -> tuple[Any, str]:
-        capture, line = make_capture(*arguments)
-        return slowed(capture, "capture"), line
-
-    patched = cast(Any, SimpleNamespace(loop=loop, rank=rank))
-    patched.rank.make_capture = make_slow_capture
-    patched.loop.loss_of = slowed(loop.loss_of, "train")
-    return entry.main(run_json)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="run processes with artificial delays as well")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        sys.exit(rank(arguments.rank))
-    result: dict[str, Any] = {
-        "paper": [
-            paper(name, gpus, steps) for name in MODELS for gpus, steps in ((8, 40), (64, 10), (512, 4))
-        ]
-    }
-    if arguments.check:
-        result["check"] = check()
+    result: dict[str, Any] = {"check": check()} if arguments.check else {}
+    sizes = ((8, 40), (64, 10), (512, 4))
+    result["paper"] = [paper(name, gpus, steps) for name in MODELS for gpus, steps in sizes]
     print(json.dumps(result))
+    off = [name for name, found in result.get("check", {}).items() if abs(found["ratio"] - 1) > 0.1]
+    sys.exit(f"more than 10% off: {', '.join(off)}" if off else 0)
 
 
 if __name__ == "__main__":

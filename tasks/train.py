@@ -30,7 +30,22 @@ from tasks.stages import write_json
 PROGRESS_SECONDS = 5.0  # between updates of the progress artifact
 
 
-@task(name="train", task_run_name="{label}", cache_policy=NO_CACHE, persist_result=False)
+def _may_go_on(_task: Any, _task_run: Any, state: Any) -> bool:
+    """A rank or machine that died, a stall: another try goes on from the newest checkpoint. Nothing else is tried
+    again.
+    """
+    return getattr(state.data, "again", False)
+
+
+@task(
+    name="train",
+    task_run_name="{label}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=2,
+    retry_delay_seconds=[5, 30],
+    retry_condition_fn=_may_go_on,
+)
 def train(
     config: dict[str, Any],
     inputs: dict[str, Any],
@@ -68,7 +83,7 @@ def train(
         done = _pointer(run, "skipped")
         _link(settings, done["experiment_id"], done["mlflow_run_id"])
         return done
-    if refresh and run.directory.exists():
+    if refresh and run.directory.exists() and (runtime.task_run.run_count or 1) == 1:  # a retry goes on
         shutil.rmtree(run.directory)
     resumed = any((run.directory / "checkpoints").glob("step-*")) if run.directory.exists() else False
     run.directory.mkdir(parents=True, exist_ok=True)

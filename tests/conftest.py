@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,25 @@ sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever 
 
 from tests.tiny_target import make_tiny_target  # noqa: E402
 
+# These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
+RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist a file's tests stay together, for they share its fixtures; faults wait a lot and are dealt singly."""
-    for item in items:
-        if "faults" not in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under xdist a file's tests stay together, for they share its fixtures.
+
+    Not by xdist_group marks: xdist 3.8 hands them on in an attribute of test items that pytest 9.2 no longer has, so
+    every test would be dealt singly.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.split("::")[0])
+            return "ranks" if file.stem in RANKS else str(file)
+
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,11 @@ watching and stopping them use `launch`.
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import socket
-import sys
+import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -19,12 +20,23 @@ from dflash_core.training.topology import make_layout
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["dflash_core.training.rank", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
+    [
+        "dflash_core.training.rank",
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.fsdp",
+        "torch.distributed.run",
+    ]
 )
 
 
-def start_ranks(run_dir: Path, config: RunConfig) -> list[ForkServerProcess]:
-    """All ranks of a run, started; what they print goes to `<run_dir>/console.txt`."""
+Fault = Callable[[int], None]
+
+
+def start_ranks(run_dir: Path, config: RunConfig, fault: Fault | None = None) -> list[ForkServerProcess]:
+    """All ranks of a run, started; what they print goes to `<run_dir>/console.txt`.
+
+    `fault(rank)` is called in each process before anything else; see `tests/injected_faults.py`.
+    """
     world = make_layout(config.training).world_size
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -41,51 +53,92 @@ def start_ranks(run_dir: Path, config: RunConfig) -> list[ForkServerProcess]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        process = _CONTEXT.Process(target=_rank, args=(run_dir, environment))
+        process = _CONTEXT.Process(target=_rank, args=(run_dir, environment, fault))
         process.start()
         started.append(process)
     return started
 
 
-def _rank(run_dir: Path, environment: dict[str, object]) -> None:
+def _rank(run_dir: Path, environment: dict[str, object], fault: Fault | None) -> None:
+    from dflash_core.training.__main__ import run_and_end
+
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    _prepare(run_dir)
+    if fault is not None:
+        fault(int(os.environ["RANK"]))
+    run_and_end(run_dir / "run.json")
+
+
+def _prepare(run_dir: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
     console = os.open(run_dir / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    from dflash_core.training.__main__ import main
-
-    code = main(run_dir / "run.json")
-    sys.stdout.flush()
-    os._exit(code)
 
 
 def wait_for(processes: list[ForkServerProcess], seconds: float = 300.0) -> list[int | None]:
     """Exit codes. As under torchrun, the others are told to stop once one has failed."""
-    for process in processes:
-        process.join(seconds)
-        if process.exitcode != 0:
-            for other in processes:
-                if other.is_alive():
-                    other.terminate()
+    end, failed = time.monotonic() + seconds, False
+    while living := [p for p in processes if p.exitcode is None]:
+        if not multiprocessing.connection.wait([p.sentinel for p in living], end - time.monotonic()):
+            break
+        if not failed and any(p.exitcode for p in processes):
+            failed = True
+            for process in living:
+                process.terminate()
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
     return codes
 
 
-def run_ranks(run_dir: Path, config: RunConfig) -> None:
+def run_ranks(run_dir: Path, config: RunConfig, fault: Fault | None = None) -> None:
     """Train to the end.
 
     Raises:
         RuntimeError: with the message that `launch` would give.
     """
     (run_dir / "summary.json").unlink(missing_ok=True)
-    codes = wait_for(start_ranks(run_dir, config))
+    codes = wait_for(start_ranks(run_dir, config, fault))
     if any(codes) or not (run_dir / "summary.json").exists():
         raise RuntimeError(f"{explain(run_dir, codes[0])} (exit codes {codes})")
+
+
+def start_on_two_machines(run_dir: Path, config: RunConfig) -> None:
+    """Two agents of torchrun, of one process each, that meet on loopback: torchrun's own parsing of the arguments that
+    a node is started with, its rendezvous and its supervision, but ranks that are forked instead of started anew.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agents = [_CONTEXT.Process(target=_agent, args=(run_dir, config, node, endpoint)) for node in range(2)]
+    for agent in agents:
+        agent.start()
+    codes = wait_for(agents)
+    assert codes == [0, 0] and (run_dir / "summary.json").exists(), (codes, explain(run_dir, None))
+
+
+def _agent(run_dir: Path, config: RunConfig, node: int, endpoint: str) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    from dflash_core.training.launcher import torchrun_arguments
+
+    os.environ |= {"DFLASH_RDZV_ENDPOINT": endpoint, "LOGLEVEL": "CRITICAL"}
+    arguments = torchrun_arguments(config.training, run_dir / "run.json", node_rank=node)
+    settings, _, _ = config_from_args(parse_args(["--start-method", "fork", *arguments]))
+    elastic_launch(settings, _rank_of_agent)(run_dir)
+
+
+def _rank_of_agent(run_dir: Path) -> int:
+    from dflash_core.training.__main__ import main
+
+    _prepare(run_dir)
+    if code := main(run_dir / "run.json"):
+        raise RuntimeError(f"exit code {code}")
+    return code
 
 
 def console(run_dir: Path) -> str:

@@ -124,12 +124,24 @@ def write_run(
 def read_metrics(run_dir: Path, kind: str = "train/loss") -> dict[int, dict[str, Any]]:
     """Lines that hold `kind`, by step; fails on a step that is there twice."""
     out: dict[int, dict[str, Any]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for values in map(
+        json.loads, (line for line in lines if line.endswith("\n"))
+    ):  # a kill may cut the last one
         if kind in values:
             assert values["step"] not in out, f"step {values['step']} is logged twice"
             out[values["step"]] = values
     return out
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that is logged, 0 before the first."""
+    return max(read_metrics(run_dir), default=0) if (run_dir / "metrics.jsonl").exists() else 0
+
+
+def newest(run_dir: Path) -> int:
+    """Step of the newest checkpoint."""
+    return max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
 
 
 def losses(run_dir: Path) -> list[float]:

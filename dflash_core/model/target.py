@@ -145,9 +145,10 @@ class Target:
         self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
         self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
         self.embed_weight: torch.Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
-        self.head_weight: torch.Tensor = model.get_output_embeddings().weight.detach()  # [V, D]
         self.width_D = self.embed_weight.shape[1]
         self.device = self.embed_weight.device
+        head: torch.Tensor = model.get_output_embeddings().weight.detach()
+        self.head_weight = head.to(self.device)  # [V, D]; with a device map it may lie elsewhere
         self.eos_ids = _eos_ids(model)
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         self.can_pack = kinds <= {"full_attention", "sliding_attention"}
@@ -163,6 +164,7 @@ class Target:
         feature_dtype: str | torch.dtype = "auto",
         trust_remote_code: bool = False,
         device_map: str | None = None,
+        devices: Sequence[int] = (),
     ) -> Target:
         """Load from a local directory (see `materialise`), frozen and in evaluation mode.
 
@@ -173,6 +175,7 @@ class Target:
             compute_dtype: of weights and activations; "auto" asks `pick_compute_dtype`.
             feature_dtype: captured states are rounded to it; "auto" is the compute dtype.
             device_map: passed to transformers, for targets larger than one device.
+            devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
 
         Raises:
             UserError: not a causal language model that transformers can load, or unsuitable layer ids.
@@ -181,6 +184,9 @@ class Target:
 
         target_attention.register()
         dtype = resolve_dtype(compute_dtype, str(device))
+        placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+        if device_map and devices:
+            placement["max_memory"] = {i: torch.cuda.mem_get_info(i)[0] for i in devices}
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(directory),
@@ -188,8 +194,12 @@ class Target:
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
-                **({"device_map": device_map} if device_map else {}),
+                **placement,
             )
+        except ImportError as error:
+            raise UserError(
+                f"target.device_map: {device_map!r} needs a package that is missing: {error}"
+            ) from error
         except (OSError, ValueError) as error:
             raise UserError(
                 f"target.name: {str(directory)!r} does not load as a causal language model: {error}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_core.config import UserError
 from dflash_core.training.supervise import RankRecord, Stopped, StopSignal, end_with_parent, reporting
@@ -25,7 +28,8 @@ def main(path: Path) -> int:
     record = RankRecord(run.directory, rank, role_of(make_layout(run.config.training), rank))
     try:
         with reporting(record):  # before peers see this rank's connections close
-            run_rank(run, set_up(run.config.training), record, stop)
+            spread = run.config.target.device_map is not None
+            run_rank(run, set_up(run.config.training, spread_target=spread), record, stop)
     except Stopped:
         return EXIT_STOPPED
     except UserError as error:
@@ -36,5 +40,17 @@ def main(path: Path) -> int:
     return 0
 
 
+def run_and_end(path: Path) -> NoReturn:
+    """End the process whatever its threads do: one that waits for a peer that is gone must not hold it up."""
+    try:
+        code = main(path)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    run_and_end(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from dflash_core.training import setup
 from dflash_core.training.capture import TargetCapture
 from dflash_core.training.feed import Microbatch, build_microbatch
 from dflash_core.training.setup import Run
-from dflash_core.training.topology import Layout
+from dflash_core.training.topology import make_layout
 from dflash_core.training.validation import LossArguments, loss_of
-from dflash_core.training.world import World, pick_device
+from dflash_core.training.world import World, pick_devices
 
 MAX_SLOTS = 16_384  # of a measured microbatch: larger budgets are extrapolated
 ROUNDS = 3  # their mean counts: what disturbs a measurement here disturbs training as well
@@ -97,8 +97,11 @@ class Meter:
     """
 
     def __init__(self, run: Run) -> None:
-        self.config, self.device = run.config, pick_device(run.config.training)
-        world = World(Layout(False, (((0,), (0,)),)), 0, self.device, None, None, None)
+        self.config = run.config
+        alone = replace(run.config.training, topology="colocated", num_drafter_ranks=1, num_nodes=1)
+        devices = pick_devices(alone, spread_target=run.config.target.device_map is not None)
+        world = World(make_layout(alone), 0, devices, None, None, None)
+        self.device = world.device
         self.store: TokenStore = run.open_store()
         dtypes = setup.pick_dtypes(run, world, None)
         target_config = setup.load_target_config(run)

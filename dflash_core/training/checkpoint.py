@@ -33,6 +33,8 @@ from torch import nn
 
 from dflash_core.config import UserError
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each weight, beside the number of updates
+
 
 @dataclass
 class State:
@@ -221,9 +223,9 @@ class Checkpointer:
         wanted = {f"model.{n}": p.detach() for n, p in drafter.named_parameters()}
         if optimizer is not None:
             for n, p in drafter.named_parameters():
-                moments = {m: torch.zeros_like(p.detach()) for m in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p] = {"step": torch.tensor(float(state.updates)), **moments}
-                wanted |= {f"optimizer.{n}.{m}": t for m, t in moments.items()}
+                moments = optimizer.state[p]
+                moments["step"] = torch.tensor(float(state.updates))
+                wanted |= {f"optimizer.{n}.{m}": moments[m] for m in MOMENTS}
         stored = reader.read_metadata().state_dict_metadata
         for name, tensor in wanted.items():
             shape = getattr(stored.get(name), "size", None)
@@ -244,10 +246,8 @@ def read_state(path: Path) -> State:
 def _tensors(drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for name, p in drafter.named_parameters():
-        moments = optimizer.state.get(p) or {m: torch.zeros_like(p) for m in ("exp_avg", "exp_avg_sq")}
         out[f"model.{name}"] = p.detach()
-        out[f"optimizer.{name}.exp_avg"] = moments["exp_avg"].detach()
-        out[f"optimizer.{name}.exp_avg_sq"] = moments["exp_avg_sq"].detach()
+        out |= {f"optimizer.{name}.{m}": optimizer.state[p][m].detach() for m in MOMENTS}
     return out
 
 

@@ -30,10 +30,18 @@ from typing import Any
 import psutil
 
 from dflash_core.config import RunConfig, TrainingConfig, UserError
-from dflash_core.training.supervise import START_PHASES, end_with_parent, explain, read_records, read_reports
+from dflash_core.training.supervise import (
+    START_PHASES,
+    RunFailed,
+    end_with_parent,
+    explain,
+    read_records,
+    read_reports,
+)
 from dflash_core.training.topology import ranks_per_node
 
-TERMINATE_SECONDS = 20.0
+TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
+TORCHRUN_SECONDS = 3.0  # from then until torchrun is killed
 POLL_SECONDS = 0.25
 START_SECONDS = 900.0  # a large target may load for long, and no phase changes meanwhile
 
@@ -41,7 +49,15 @@ OnMetrics = Callable[[list[dict[str, Any]]], None]
 
 
 class TrainingFailed(RuntimeError):
-    """The run ended before its last step. The message names the rank and the cause."""
+    """The run ended before its last step. The message names the rank and the cause.
+
+    `again`: another launch may well get further. Not so where a rank gave up on the run itself (memory, steps that
+    are not finite): it would do so again.
+    """
+
+    def __init__(self, message: str, *, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
 
 
 class MetricsForwarder:
@@ -167,6 +183,8 @@ def launch(
         TrainingFailed: anything else; the message names rank, phase and cause.
     """
     run_dir, training = Path(run_dir), config.training
+    if training.launcher == "local":  # ranks of a launch that was killed may still be saving: one at a time
+        stop(run_dir, None)
     summary = run_dir / "summary.json"
     for old in [*(run_dir / "ranks").glob("rank-*"), summary]:
         old.unlink(missing_ok=True)
@@ -183,8 +201,11 @@ def launch(
         grace = metrics_grace_seconds if summary.exists() else 3.0
         unsent = forwarder.finish(grace) if forwarder else None
     if failure is None and not summary.exists():  # known after `stop`: ranks may outlive torchrun a moment
-        wrong = UserError if any(r["user_error"] for r in read_reports(run_dir)) else TrainingFailed
-        failure = wrong(explain(run_dir, child.returncode if child else None))
+        message, reports = explain(run_dir, child.returncode if child else None), read_reports(run_dir)
+        if any(r["user_error"] for r in reports):
+            failure = UserError(message)
+        else:
+            failure = TrainingFailed(message, again=all(r["type"] != RunFailed.__name__ for r in reports))
     if unsent:
         print(unsent, flush=True)
     if failure is not None:
@@ -288,7 +309,7 @@ def stop(run_dir: Path, child: subprocess.Popen[bytes] | None) -> None:
                 process.kill()
         if child is not None:
             try:
-                child.wait(timeout=3)
+                child.wait(timeout=TORCHRUN_SECONDS)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

@@ -28,15 +28,17 @@ import torch
 from dflash_core.model.drafter import DFlashDrafter
 from dflash_core.model.export import save_drafter
 from dflash_core.model.loss import LossSums
-from dflash_core.training.capture import FeatureSpec
+from dflash_core.training.capture import Capture, Features, FeatureSpec
 from dflash_core.training.checkpoint import Checkpointer, State
-from dflash_core.training.feed import Microbatch, Schedule
+from dflash_core.training.clock import DeviceClock
+from dflash_core.training.feed import Assignment, Microbatch, Schedule
 from dflash_core.training.initial_loss import PHASE, InitialLoss
 from dflash_core.training.optim import build_optimizer, learning_rate
 from dflash_core.training.parallel import full_weights, place_drafter
+from dflash_core.training.probe import out_of_memory_advice, probe
 from dflash_core.training.progress import MetricsFile, Reporter
 from dflash_core.training.setup import Run
-from dflash_core.training.summary import out_of_memory_advice, summarise
+from dflash_core.training.summary import summarise
 from dflash_core.training.supervise import (
     PEER_GRACE_SECONDS,
     RankRecord,
@@ -44,7 +46,12 @@ from dflash_core.training.supervise import (
     Stopped,
     StopSignal,
 )
-from dflash_core.training.topology import assignments_of_step, validation_assignments
+from dflash_core.training.topology import (
+    Layout,
+    assignments_of_step,
+    split_advice,
+    validation_assignments,
+)
 from dflash_core.training.transfer import Delivery
 from dflash_core.training.validation import (
     LossArguments,
@@ -55,6 +62,8 @@ from dflash_core.training.validation import (
 from dflash_core.training.world import World
 
 STOP, OUT_OF_MEMORY = "stop", "out of memory"
+# What a step's seconds went into, summed over the ranks; the fields of TargetReport in split mode.
+SPENT = ("capture", "train", "wait", "feed", "target_wait", "target_feed", "inflight", "reports")
 
 
 @dataclass
@@ -66,6 +75,7 @@ class Trainer:
     run: Run
     world: World
     record: RankRecord
+    clock: DeviceClock
     stop: StopSignal
     schedule: Schedule
     checkpoints: Checkpointer
@@ -85,6 +95,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.drafter, self.run.config.optimizer)
         self.saved_step, self.save_is_late = -1, False
         self.last_save = time.monotonic()
+        self.work = {"capture": 0.0, "train": 0.0}  # seconds of all ranks since this process started
         self._first_epoch_end = min(self.schedule.first_step[1], self.schedule.total_steps)
 
     def train(self) -> None:
@@ -110,6 +121,8 @@ class Trainer:
         except Stopped:
             self._save(wait=True)
             raise
+        except RunFailed:
+            raise
         except Exception:
             if not self.stop.wait(PEER_GRACE_SECONDS):
                 raise
@@ -132,12 +145,13 @@ class Trainer:
                 self.reporter.busy(f"capturing validation samples, microbatch {done + 1} of {len(mine)}")
             assignment, microbatch, features = next(self.deliveries)
             kept.append((assignment, microbatch, features.to(torch.device("cpu"))))
+        self.clock.take()  # the first step's seconds are its own
         return kept
 
     def _step(self) -> None:
         """One optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW."""
         step, started = self.state.step, time.monotonic()
-        self.record.take_seconds()
+        self.record.take_seconds()  # of what was done between steps
         self.gradients.zero()
         self.gradients.gather_weights()
         sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
@@ -153,7 +167,8 @@ class Trainer:
                 delivered, microbatch, features = next(self.deliveries)
                 assert delivered == assignment, (delivered, assignment)
                 self.record.phase("train")
-                sums = sums + loss_of(self.drafter, microbatch, features, self.same, backward=True)
+                with self.clock.time("train"):
+                    sums = sums + loss_of(self.drafter, microbatch, features, self.same, backward=True)
                 if self.initial is not None:
                     self.record.phase(PHASE)
                     self.initial.add(microbatch, features)
@@ -165,9 +180,13 @@ class Trainer:
                     raise
                 complaint = STOP
                 break
+        self.record.phase("train")
+        if self.world.device.type == "cuda":
+            # Not of the device: the capture of the next step's first microbatch goes on meanwhile.
+            torch.cuda.current_stream(self.world.device).synchronize()
+        mine = self._take_seconds()
         self.record.phase("wait for other ranks")
-        seconds = self.record.take_seconds()
-        sums, waits = self._agree(sums, complaint, seconds)
+        sums, spent = self._agree(sums, complaint, mine)
         weight = float(sums.weight_sum)
         self.gradients.reduce(self.world.gradients)
         self.record.phase("update")
@@ -178,13 +197,20 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        self._log(sums, waits, norm, rate, finite, time.monotonic() - started - seconds.get(PHASE, 0.0))
+        self._log(sums, spent, norm, rate, finite, time.monotonic() - started - mine[PHASE])
         if self.initial is not None and self.state.step == self._first_epoch_end:
             self._write_initial_loss(self.initial)
             self.initial = None
 
+    def _take_seconds(self) -> dict[str, float]:
+        """What this rank spent since the last call, by the names of `SPENT`, and on `PHASE`."""
+        host, work = self.record.take_seconds(), self.clock.take()
+        waited = sum(s for name, s in host.items() if name.startswith("wait for target"))
+        host_side = {"wait": waited, "feed": host.get("wait for feed", 0.0), PHASE: host.get(PHASE, 0.0)}
+        return {name: work.get(name, 0.0) for name in SPENT} | host_side
+
     def _agree(
-        self, sums: LossSums, complaint: str, seconds: dict[str, float]
+        self, sums: LossSums, complaint: str, spent: dict[str, float]
     ) -> tuple[LossSums, dict[str, float]]:
         """Sums over all drafter ranks; the one place where ranks agree to stop, so all do so at the same
         step.
@@ -194,19 +220,12 @@ class Trainer:
         """
         fields = [f.name for f in dataclasses.fields(LossSums)]
         tensors = [getattr(sums, name).double().cpu().reshape(-1) for name in fields]
-        waiting = sum(s for name, s in seconds.items() if name.startswith("wait for target"))
-        times = [
-            seconds.get("capture", 0.0),
-            seconds.get("train", 0.0),
-            waiting,
-            seconds.get("wait for feed", 0.0),
-        ]
         # Clocks differ between ranks and a save is collective: rank 0's clock decides.
         late = (
             time.monotonic() - self.last_save > self.config.checkpoint_every_seconds and self.world.is_leader
         )
         flags = [float(complaint == STOP), float(complaint == OUT_OF_MEMORY), float(late)]
-        ranks = len(self.world.layout.drafters)
+        times = [spent.get(name, 0.0) for name in SPENT]
         total = self.world.sum([*flags, *times, *torch.cat(tensors).tolist()])
         if total[0]:
             raise Stopped
@@ -214,14 +233,14 @@ class Trainer:
             self._save(wait=True)
             raise RunFailed(out_of_memory_advice(self.run))
         self.save_is_late = bool(total[2])
-        flat = torch.tensor(total[7:], dtype=torch.float64)
+        rest = len(flags) + len(SPENT)
+        flat = torch.tensor(total[rest:], dtype=torch.float64)
         parts = dict(zip(fields, flat.split([t.numel() for t in tensors])))
         shaped = {n: p if n in ("correct_K", "count_K") else p[0] for n, p in parts.items()}
-        names = ("capture_seconds", "drafter_seconds", "wait_seconds", "feed_seconds")
-        return LossSums(**shaped), {name: value / ranks for name, value in zip(names, total[3:7])}
+        return LossSums(**shaped), dict(zip(SPENT, total[len(flags) : rest]))
 
     def _log(
-        self, sums: LossSums, waits: dict[str, float], norm: float, rate: float, finite: bool, seconds: float
+        self, sums: LossSums, spent: dict[str, float], norm: float, rate: float, finite: bool, seconds: float
     ) -> None:
         """Count the step as completed and write its line.
 
@@ -237,8 +256,11 @@ class Trainer:
         state.samples += int(summary["batch/num_samples"])
         state.tokens += int(summary["batch/tokens"])
         state.train_seconds += seconds
-        state.capture_seconds += waits["capture_seconds"]
-        state.drafter_seconds += waits["drafter_seconds"]
+        rates = role_metrics(spent, self.world.layout, seconds, summary["batch/tokens"])
+        state.capture_seconds += rates["perf/capture_seconds"]
+        state.drafter_seconds += rates["perf/drafter_seconds"]
+        for kind in self.work:
+            self.work[kind] += spent[kind]
         if finite and supervised:
             state.loss_last = sums.loss()
             state.loss_first = state.loss_last if state.loss_first is None else state.loss_first
@@ -251,7 +273,7 @@ class Trainer:
                 "train/nonfinite_steps": state.nonfinite_steps,
                 "perf/tokens_per_second": summary["batch/tokens"] / seconds,
                 "perf/step_seconds": seconds,
-                **{f"perf/{name}": value for name, value in waits.items()},
+                **rates,
                 **summary,
             }
             self.metrics.write(state.step, metrics)
@@ -280,15 +302,18 @@ class Trainer:
         self.gradients.gather_weights()
         sums = LossSums.zeros(self.drafter.shape.block_size, self.world.device)
         complaint = ""
-        for _, microbatch, features in self.validation:
-            if self.stop.is_set():
-                complaint = STOP
-                break
-            sums = sums + loss_of(
-                self.drafter, microbatch, features.to(self.world.device), self.same, backward=False
-            )
+        decoded: dict[str, float] = {}
+        try:
+            for _, microbatch, features in self.validation:
+                if self.stop.is_set():
+                    break
+                there = features.to(self.world.device)
+                sums = sums + loss_of(self.drafter, microbatch, there, self.same, backward=False)
+            if self.decode and not self.stop.is_set():
+                decoded = self.decode(self.drafter)
+        except torch.OutOfMemoryError:
+            complaint = OUT_OF_MEMORY
         self.gradients.scatter_weights()
-        decoded = self.decode(self.drafter) if self.decode and not complaint else {}
         complaint = STOP if self.stop.is_set() else complaint
         sums, _ = self._agree(sums, complaint, {})
         metrics = {**validation_metrics(sums), **decoded}
@@ -304,6 +329,8 @@ class Trainer:
                 f"{metrics['validation/simulated_acceptance_length']:.3f}"
                 + (f", decoded {decoded['validation/acceptance_length']:.3f}" if decoded else "")
             )
+            if self.world.layout.split and self.work["train"]:
+                self.reporter.say(self._advice())
 
     def _save_when_due(self) -> None:
         """At step intervals, time intervals, after a validation that was the best so far, and at the end."""
@@ -325,6 +352,38 @@ class Trainer:
         self.gradients.scatter_weights()  # a step that was given up has them gathered
         self.checkpoints.save(self.state, self.drafter, self.optimizer, wait=wait)
         self.saved_step, self.last_save = self.state.step, time.monotonic()
+
+    def _advice(self) -> str:
+        layout = self.world.layout
+        sizes = {"num_targets": len(layout.targets), "num_drafters": len(layout.drafters)}
+        return split_advice(self.work["capture"], self.work["train"], **sizes, split=layout.split)
+
+    def probe(self, make: Callable[[Assignment], Microbatch], capture: Capture | None) -> str:
+        """Run the largest microbatches once, see `probe.py`; leaves no gradient behind. The same on all ranks.
+
+        Raises:
+            RunFailed: out of memory, with settings that fit.
+        """
+
+        def train(microbatch: Microbatch, features: Features, max_draft_slots: int) -> None:
+            same = dataclasses.replace(self.same, max_draft_slots=max_draft_slots)
+            loss_of(self.drafter, microbatch, features, same, backward=True)
+
+        self.gradients.gather_weights()
+        line = probe(
+            self.run,
+            self.schedule,
+            make,
+            capture=capture,
+            train=train,
+            spec=self.spec,
+            record=self.record,
+            device=self.world.device,
+        )
+        self.gradients.reduce(self.world.gradients)  # sharded weights hold what they do not reduce
+        self.gradients.zero()
+        self.gradients.scatter_weights()
+        return line
 
     def _write_initial_loss(self, initial: InitialLoss) -> None:
         found = initial.result(self.world.sum)
@@ -372,10 +431,37 @@ class Trainer:
         drafter = DFlashDrafter(self.drafter.shape)
         drafter.load_state_dict(whole)
         save_drafter(drafter, self.run.directory / "drafter")
-        summary = summarise(self.state, self.run, exported, self.world.layout)
-        if len({*self.world.layout.drafters, *self.world.layout.targets}) > 1:
+        summary = summarise(self.state, self.run, exported, self._advice())
+        if self.world.layout.world_size > 1:
             self.reporter.say(summary["roles"]["advice"])
         _write_json(self.run.directory / "summary.json", summary)
+
+
+def role_metrics(
+    spent: dict[str, float], layout: Layout, step_seconds: float, num_tokens: float
+) -> dict[str, float]:
+    """Who worked and who waited in a step, from seconds summed over the ranks of a role: means a rank, the rate that
+    a role alone could keep up, and its share of the time (of capture and training together above 1: they overlap).
+    """
+    targets, drafters = len(layout.targets), len(layout.drafters)
+    capture, train = spent["capture"] / targets, spent["train"] / drafters
+    found = {
+        "perf/capture_seconds": capture,
+        "perf/drafter_seconds": train,
+        "perf/wait_seconds": spent["wait"] / drafters,
+        "perf/feed_seconds": spent["feed"] / drafters,
+        "perf/targets_busy": capture / step_seconds,
+        "perf/drafters_busy": train / step_seconds,
+    }
+    if capture > 0:
+        found["perf/capture_tokens_per_second"] = num_tokens / capture
+    if train > 0:
+        found["perf/train_tokens_per_second"] = num_tokens / train
+    if layout.split:
+        found["perf/target_wait_seconds"] = spent["target_wait"] / targets
+        found["perf/target_feed_seconds"] = spent["target_feed"] / targets
+        found["perf/inflight_microbatches"] = spent["inflight"] / max(1.0, spent["reports"])
+    return found
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

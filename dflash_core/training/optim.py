@@ -51,7 +51,10 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 
 
 def build_optimizer(drafter: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (norm weights are scales, decay would pull them to zero)."""
+    """AdamW with weight decay on matrices only (norm weights are scales, decay would pull them to zero).
+
+    Its moments are there from the start: memory is then as full before the first step as after it.
+    """
     named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
     matrices = [p for _, p in named if p.ndim >= 2]
     vectors = [p for _, p in named if p.ndim < 2]
@@ -59,9 +62,13 @@ def build_optimizer(drafter: nn.Module, config: OptimizerConfig) -> torch.optim.
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
     )
+    for _, p in named:
+        zeros = (torch.zeros_like(p.detach()) for _ in range(2))
+        optimizer.state[p] = {"step": torch.tensor(0.0), **dict(zip(("exp_avg", "exp_avg_sq"), zeros))}
+    return optimizer
 
 
 class Gradients:

@@ -79,7 +79,9 @@ class Reporter:
         """Show how far the run is."""
         loss = metrics["train/loss"]
         seconds = metrics["perf/step_seconds"]
-        self._recent.append((seconds, seconds - metrics["perf/capture_seconds"]))
+        # Without capture a step takes what is left, or its training where the two run at once.
+        trained_alone = max(seconds - metrics["perf/capture_seconds"], metrics["perf/drafter_seconds"])
+        self._recent.append((seconds, min(seconds, trained_alone)))
         whole, trained = (sum(column) / len(self._recent) for column in zip(*self._recent))
         capturing = max(0, self.capture_end - completed)
         left = whole * capturing + trained * (self.total - completed - capturing)

@@ -15,8 +15,9 @@ from dflash_core.config import UserError
 from dflash_core.model.drafter import DFlashDrafter
 from dflash_core.model.target import Target
 from dflash_core.training import setup
-from dflash_core.training.capture import Capture, Features, FeatureSpec, make_capture
+from dflash_core.training.capture import Capture, FeatureSpec, make_capture
 from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
+from dflash_core.training.clock import DeviceClock
 from dflash_core.training.decode import NUM_PROMPTS, decoder_of, validation_prompts
 from dflash_core.training.feed import (
     VALIDATION_EPOCH,
@@ -31,13 +32,12 @@ from dflash_core.training.feed import (
 )
 from dflash_core.training.initial_loss import InitialLoss
 from dflash_core.training.loop import Trainer
-from dflash_core.training.probe import probe
+from dflash_core.training.probe import out_of_memory_advice, probe
 from dflash_core.training.setup import Run
-from dflash_core.training.summary import out_of_memory_advice
 from dflash_core.training.supervise import RankRecord, RunFailed, StopSignal
 from dflash_core.training.topology import assignments_of_rank
-from dflash_core.training.transfer import capture_here, receive, serve
-from dflash_core.training.validation import LossArguments, loss_of
+from dflash_core.training.transfer import capture_here, connect, receive, serve
+from dflash_core.training.validation import LossArguments
 from dflash_core.training.world import World
 
 
@@ -72,26 +72,41 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
         same = LossArguments(
             heads, run.config.objective, drafter.shape.mask_token_id, config.max_draft_slots, world.device
         )
-    record.phase("probe")
-    _probe(run, world, schedule, make, capture, drafter, same, spec)
+    if world.layout.split:
+        record.phase("connect")
+        connect(world.layout, world.rank, world.device)
 
     assignments = assignments_of_rank(
         world.layout, schedule, world.rank, num_validation_groups=len(groups), first_step=state.step
     )
-    feed = Prefetcher(assignments, make, config.prefetch)
+    feed, clock = Prefetcher(assignments, make, config.prefetch), DeviceClock(world.device)
+    inflight = config.max_inflight_microbatches
     try:
         if drafter is None or same is None:
             assert capture is not None
-            serve(feed, capture, record, stop, config.max_inflight_microbatches)
+            record.phase("probe")
+            told = probe(
+                run,
+                schedule,
+                make,
+                capture=capture,
+                train=None,
+                spec=spec,
+                record=record,
+                device=world.device,
+            )
+            _say(world, told)
+            serve(feed, capture, record, stop, world.device, inflight)
             return
         if capture is not None:
-            deliveries = capture_here(feed, capture, record, world.device)
+            deliveries = capture_here(feed, capture, record, clock, world.device)
         else:
-            deliveries = receive(feed, spec, record, world.device, config.max_inflight_microbatches)
+            deliveries = receive(feed, spec, record, clock, world.device, inflight)
         trainer = Trainer(
             run=run,
             world=world,
             record=record,
+            clock=clock,
             stop=stop,
             schedule=schedule,
             checkpoints=checkpoints,
@@ -109,9 +124,18 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
         if chosen is not None:
             checkpoints.load(chosen, drafter, trainer.optimizer)
             trainer.saved_step = state.step if chosen.parent == checkpoints.directory else -1
+        record.phase("probe")
+        _say(world, trainer.probe(make, capture))
         trainer.train()
+    except torch.OutOfMemoryError as error:
+        raise RunFailed(out_of_memory_advice(run)) from error
     finally:
         feed.close()
+
+
+def _say(world: World, line: str) -> None:
+    if line:
+        print(f"rank {world.rank}: {line}", flush=True)
 
 
 def _capture(
@@ -129,36 +153,6 @@ def _capture(
     if line and world.rank == world.layout.targets[0]:
         print(line, flush=True)
     return capture
-
-
-def _probe(
-    run: Run,
-    world: World,
-    schedule: Schedule,
-    make: Callable[[Assignment], Microbatch],
-    capture: Capture | None,
-    drafter: DFlashDrafter | None,
-    same: LossArguments | None,
-    spec: FeatureSpec,
-) -> None:
-    """See `probe`; leaves no gradient behind.
-
-    Raises:
-        RunFailed: out of memory, with what to change.
-    """
-
-    def train(microbatch: Microbatch, features: Features) -> None:
-        assert drafter is not None and same is not None
-        loss_of(drafter, microbatch, features, same, backward=True)
-        drafter.zero_grad(set_to_none=True)
-
-    try:
-        part = train if drafter is not None else None
-        line = probe(schedule, make, capture, part, spec, world.device)
-    except torch.OutOfMemoryError as error:
-        raise RunFailed(out_of_memory_advice(run)) from error
-    if line:
-        print(f"rank {world.rank}: {line}", flush=True)
 
 
 def _decoder(

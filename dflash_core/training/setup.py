@@ -159,6 +159,7 @@ def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, 
         feature_dtype=dtypes["feature"],
         trust_remote_code=run.config.target.trust_remote_code,
         device_map=run.config.target.device_map,
+        devices=[d.index for d in world.devices if d.index is not None],
     )
 
 

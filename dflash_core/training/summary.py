@@ -1,4 +1,4 @@
-"""What a run says when it is over: counters, who waited for whom, and what to change when memory was short."""
+"""What a run says when it is over: counters, and who waited for whom."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from dflash_core.training.checkpoint import State
 from dflash_core.training.setup import Run
 from dflash_core.training.supervise import read_records
-from dflash_core.training.topology import Layout, split_advice
 
 
-def summarise(state: State, run: Run, exported_step: int | None, layout: Layout) -> dict[str, Any]:
+def summarise(state: State, run: Run, exported_step: int | None, advice: str) -> dict[str, Any]:
     """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come
     from.
+
+    `advice`: who waited for whom, see `topology.split_advice`.
     """
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
@@ -40,29 +41,17 @@ def summarise(state: State, run: Run, exported_step: int | None, layout: Layout)
         "exported_step": exported_step,
         "peak_memory_bytes": memory,
         "mlflow_run_id": state.mlflow_run_id,
-        "roles": roles(run, layout),
+        "roles": {"seconds": seconds_by_role(run), "advice": advice},
     }
 
 
-def roles(run: Run, layout: Layout) -> dict[str, Any]:
-    """Seconds of this process's life that each role spent on what, and what follows for the split."""
+def seconds_by_role(run: Run) -> dict[str, dict[str, float]]:
+    """Seconds that the processes of each role spent since they started, by the first word of what they were doing,
+    as their hosts see it: on CUDA captures and training are queued in no time and waited for elsewhere.
+    """
     by_role: dict[str, dict[str, float]] = {}
     for record in read_records(run.directory):
         seconds = by_role.setdefault(record["role"], {})
         for kind, value in record["seconds"].items():
             seconds[kind] = seconds.get(kind, 0.0) + value
-    work = [sum(s.get(kind, 0.0) for s in by_role.values()) for kind in ("capture", "train")]
-    sizes = {"num_targets": len(layout.targets), "num_drafters": len(layout.drafters)}
-    return {"seconds": by_role, "advice": split_advice(*work, **sizes, split=layout.split)}
-
-
-def out_of_memory_advice(run: Run) -> str:
-    """What to change, with the values that were too much."""
-    batching, training = run.config.batching, run.config.training
-    return (
-        f"out of memory: lower training.max_draft_slots (now {training.max_draft_slots}; peak memory of the "
-        "drafter "
-        f"follows it, the result does not change), or batching.token_budget (now {batching.token_budget}; "
-        "slots of "
-        "the target's forward), or set training.parallel to fsdp2 (optimizer and master weights sharded)"
-    )
+    return by_role

@@ -30,7 +30,7 @@ from dflash_core.config import UserError
 
 STOP_SECONDS = 15.0  # from SIGTERM to the end of a rank, checkpoint included
 PEER_GRACE_SECONDS = 2.0  # between a peer's end and the signal that torchrun then sends here
-START_PHASES = ("starting", "load", "probe")
+START_PHASES = ("starting", "load", "connect", "probe")
 _RECORD_BYTES = 1024
 
 

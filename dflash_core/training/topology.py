@@ -55,6 +55,38 @@ def ranks_per_node(config: TrainingConfig) -> int:
     return ranks // config.num_nodes
 
 
+def devices_of_rank(
+    config: TrainingConfig, local_rank: int, num_devices: int, *, spread_target: bool
+) -> range:
+    """CUDA devices of a rank on its node: one each, by its number there.
+
+    A target spread over several (`target.device_map`) takes, in `split` mode, an equal share of those that no drafter
+    has: with 8 devices, 2 drafter ranks and 1 target rank the drafters have 0 and 1, the target 2 to 7.
+
+    Raises:
+        UserError: more ranks than devices, or roles that do not divide by the nodes.
+    """
+    ranks = ranks_per_node(config)
+    if ranks > num_devices:
+        raise UserError(
+            f"training: {ranks} ranks on this node, {num_devices} CUDA devices; allowed: at most one rank a "
+            "device, or training.device cpu"
+        )
+    if not spread_target or config.topology == "colocated":
+        return range(local_rank, local_rank + 1) if not spread_target or ranks > 1 else range(num_devices)
+    drafters, uneven = divmod(config.num_drafter_ranks, config.num_nodes)
+    if uneven:
+        raise UserError(
+            f"training.num_drafter_ranks: {config.num_drafter_ranks} does not divide by training.num_nodes "
+            f"({config.num_nodes}); allowed with target.device_map: a multiple of it"
+        )
+    if local_rank < drafters:
+        return range(local_rank, local_rank + 1)
+    share = (num_devices - drafters) // (ranks - drafters)
+    first = drafters + (local_rank - drafters) * share
+    return range(first, first + share)
+
+
 def make_layout(config: TrainingConfig) -> Layout:
     """Roles of all ranks."""
     per_node = ranks_per_node(config)

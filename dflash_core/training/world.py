@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_core.config import TrainingConfig, UserError
-from dflash_core.training.topology import Layout, make_layout, ranks_per_node
+from dflash_core.training.topology import Layout, devices_of_rank, make_layout, ranks_per_node
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,15 @@ class World:
 
     layout: Layout
     rank: int
-    device: torch.device
+    devices: list[torch.device]  # more than one for a target that is spread over them
     control: dist.ProcessGroup | None
     gradients: dist.ProcessGroup | None
     checkpoint: dist.ProcessGroup | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors lie."""
+        return self.devices[0]
 
     @property
     def is_drafter(self) -> bool:
@@ -61,8 +66,8 @@ class World:
         return box[0]
 
 
-def pick_device(config: TrainingConfig) -> torch.device:
-    """cuda:LOCAL_RANK or cpu.
+def pick_devices(config: TrainingConfig, *, spread_target: bool = False) -> list[torch.device]:
+    """This rank's: one, or for a target that is spread over several (`target.device_map`) those of its share.
 
     Raises:
         UserError: CUDA was asked for and there is none, or fewer devices than ranks on this node.
@@ -71,15 +76,10 @@ def pick_device(config: TrainingConfig) -> torch.device:
     if config.device == "cuda" and not available:
         raise UserError("training.device: 'cuda' is not available on this machine; allowed: auto, cpu")
     if config.device == "cpu" or not available:
-        return torch.device("cpu")
+        return [torch.device("cpu")]
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise UserError(
-            f"training: {os.environ.get('LOCAL_WORLD_SIZE', '1')} ranks on this node, "
-            f"{torch.cuda.device_count()} "
-            "CUDA devices; allowed: at most one rank a device, or training.device cpu"
-        )
-    return torch.device("cuda", local)
+    numbers = devices_of_rank(config, local, torch.cuda.device_count(), spread_target=spread_target)
+    return [torch.device("cuda", number) for number in numbers]
 
 
 def rank_of_process() -> int:
@@ -95,10 +95,11 @@ def tear_down() -> None:
         dist.destroy_process_group()
 
 
-def set_up(config: TrainingConfig) -> World:
+def set_up(config: TrainingConfig, *, spread_target: bool = False) -> World:
     """Join the torchrun world (or be a single process), make the groups, pick the device."""
     layout = make_layout(config)
-    device = pick_device(config)
+    devices = pick_devices(config, spread_target=spread_target)
+    device = devices[0]
     rank, world = rank_of_process(), int(os.environ.get("WORLD_SIZE", "1"))
     if world != layout.world_size:
         raise UserError(
@@ -109,7 +110,7 @@ def set_up(config: TrainingConfig) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
-        return World(layout, rank, device, None, None, None)
+        return World(layout, rank, devices, None, None, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # Stalls are found and ended by the launcher (stall_seconds); this limit is only a second net behind it.
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=2 * config.stall_seconds + 600))
@@ -117,5 +118,5 @@ def set_up(config: TrainingConfig) -> World:
     control, checkpoint = dist.new_group(drafters, backend="gloo"), dist.new_group(drafters, backend="gloo")
     gradients = dist.new_group(drafters)
     if rank not in drafters:
-        return World(layout, rank, device, None, None, None)
-    return World(layout, rank, device, control, gradients, checkpoint)
+        return World(layout, rank, devices, None, None, None)
+    return World(layout, rank, devices, control, gradients, checkpoint)

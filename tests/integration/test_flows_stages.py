@@ -171,6 +171,51 @@ def test_what_reruns_after_which_change(place: dict, tmp_path: Path, monkeypatch
     assert ran(refresh=["profile"]) == ["profile"]
 
 
+def test_a_training_that_died_is_tried_again_and_goes_on(
+    tmp_path: Path, harness: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+
+    from dflash_core.training import launcher
+    from dflash_core.training.launcher import TrainingFailed
+    from tasks.train import train
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(train, "retry_delay_seconds", 0)
+    recorder = Recorder(monkeypatch)
+    config = {"storage_root": str(tmp_path), "tracking": {"system_metrics": False}}
+    inputs = {"shards": [], "plans": [], "target": "t", "dataset_digest": "d", "plan_digests": ["p"]}
+    inputs |= {"target_fingerprint": "f", "total_steps": 3}
+    tries: list[bool] = []
+    again = True
+
+    def dies_once(run_dir: Path, config: Any, on_metrics: Any) -> dict[str, Any]:
+        tries.append((run_dir / "checkpoints" / "step-00000003").exists())
+        if len(tries) == 1:
+            (run_dir / "checkpoints" / "step-00000003").mkdir(parents=True)
+            raise TrainingFailed("rank 1 (target, pid 7 on host) ended without a report", again=again)
+        return recorder._launch(run_dir, config, on_metrics)
+
+    @flow
+    def once(refresh: bool) -> str:
+        return str(train(config, inputs, refresh=refresh)["status"])
+
+    monkeypatch.setattr(launcher, "launch", dies_once)
+    assert once(False) == "resumed" and tries == [False, True]
+    assert once(False) == "skipped" and len(tries) == 2
+    tries.clear()
+    assert once(True) == "resumed"
+    assert tries == [
+        False,
+        True,
+    ]  # from the start, then from its checkpoint although it was to be trained anew
+    again = False
+    tries.clear()
+    with pytest.raises(TrainingFailed, match="ended without a report"):
+        once(True)
+    assert tries == [False]
+
+
 def test_rebucket_touches_new_files_profile_edges_and_plans(
     place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from dflash_core.config import RunConfig
 from tests.ranks import console, run_ranks, start_ranks, wait_for
 from tests.training_run import (
     losses,
+    newest,
     read_metrics,
     signal_rank,
     weights,
@@ -48,10 +49,6 @@ def stop_at(run_dir: Path, config: RunConfig, step: int, rank: int = 0) -> int:
     when_step(run_dir, step, lambda: signal_rank(run_dir, rank, signal.SIGTERM)).join()
     assert set(wait_for(processes)) == {STOPPED}
     return newest(run_dir)
-
-
-def newest(run_dir: Path) -> int:
-    return max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
 
 
 def assert_equal_runs(run_dir: Path, undisturbed: Path) -> None:
@@ -86,7 +83,10 @@ def test_two_interruptions_and_a_truncated_checkpoint(
 def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
     """Every checkpoint of one run is a place to go on from; here the ends of the first epoch."""
     run_dir, config = write_run(root, tiny_target_dir, name="epoch-end")
-    every_step = with_training(run_dir, config, checkpoint_every_steps=1, keep_last=1000)
+    # by time alone: an interval that is over after every step
+    every_step = with_training(
+        run_dir, config, checkpoint_every_seconds=1e-6, checkpoint_every_steps=10**6, keep_last=1000
+    )
     run_ranks(run_dir, every_step)
     assert_equal_runs(run_dir, undisturbed)
     boundary = load_plan(run_dir / "epoch-000.parquet").num_steps
@@ -99,9 +99,12 @@ def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny
 
 
 def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
+    """One process, then a target and two drafters with sharded weights, then one process again."""
     run_dir, config = write_run(root, tiny_target_dir, name="other-ranks")
-    stop_at(run_dir, config, 3)
-    run_ranks(run_dir, with_training(run_dir, config, topology="split", num_drafter_ranks=2))
+    first = stop_at(run_dir, config, 3)
+    sharded = with_training(run_dir, config, topology="split", num_drafter_ranks=2, parallel="fsdp2")
+    assert stop_at(run_dir, sharded, first + 3) >= first + 3
+    run_ranks(run_dir, with_training(run_dir, config))
     expected, found = read_metrics(undisturbed), read_metrics(run_dir)
     assert list(found) == list(expected)
     for step, line in expected.items():

@@ -229,6 +229,18 @@ def test_features_are_rounded_to_the_feature_dtype(tiny_target_dir: Path) -> Non
     assert torch.equal(features, wide.features.to(torch.bfloat16))
 
 
+def test_a_target_placed_by_a_device_map_captures_the_same(tiny_target_dir: Path) -> None:
+    tokens = random_tokens(512)
+    plain, placed = (
+        Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32", device_map=device_map)
+        for device_map in (None, "cpu")
+    )
+    assert placed.device == placed.head_weight.device == torch.device("cpu")
+    assert torch.equal(
+        placed.capture(tokens, CU_SEQLENS).features, plain.capture(tokens, CU_SEQLENS).features
+    )
+
+
 def test_the_real_target_captures_as_transformers_computes(smollm2_dir: Path) -> None:
     """SmolLM2: three prompts packed and padded, layers of the published formula."""
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)

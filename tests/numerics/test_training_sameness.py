@@ -9,17 +9,13 @@ samples without anchors, and steps with fewer microbatches than ranks.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_core.training.launcher import torchrun_arguments
-from tests.ranks import run_ranks
+from tests.injected_faults import probed
+from tests.ranks import run_ranks, start_on_two_machines
 from tests.training_run import losses, read_metrics, write_run
 
 STEPS = 20
@@ -63,10 +59,11 @@ def alone(root: Path, tiny_target_dir: Path) -> Path:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path) -> None:
+    """Also that the probe before the first step, which a CPU is spared otherwise, leaves no trace."""
     changes = {**COMMON, "training": {**COMMON["training"], **TOPOLOGIES[name]}}
     run_dir, config = write_run(root, tiny_target_dir, changes, name=name.replace(" ", "-"))
     if config.training.num_nodes == 1:
-        run_ranks(run_dir, config)
+        run_ranks(run_dir, config, probed)
     else:
         start_on_two_machines(run_dir, config)
     expected, found = read_metrics(alone), read_metrics(run_dir)
@@ -76,9 +73,21 @@ def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path
             assert found[step][field] == expected[step][field]
         for field in ("train/loss", "train/grad_norm"):
             assert found[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
+        assert_plausible_roles(found[step], split=config.training.topology == "split")
     final = [read_metrics(d, "validation/loss")[STEPS]["validation/loss"] for d in (alone, run_dir)]
     assert final[1] == pytest.approx(final[0], rel=1e-5)
     assert_same_initial_loss(alone, run_dir)
+
+
+def assert_plausible_roles(line: dict[str, Any], *, split: bool) -> None:
+    """What the line of a step says of who worked and who waited."""
+    assert line["perf/capture_seconds"] > 0 and line["perf/drafter_seconds"] > 0
+    assert 0 < line["perf/drafters_busy"] <= 1 and line["perf/capture_tokens_per_second"] > 0
+    assert ("perf/target_wait_seconds" in line) == split
+    if split:
+        assert 1 <= line["perf/inflight_microbatches"] <= 2
+    else:
+        assert line["perf/wait_seconds"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["random", "sorted_fresh"])
@@ -98,26 +107,3 @@ def assert_same_initial_loss(alone: Path, run_dir: Path) -> None:
     for field in ("loss", "weight_sum"):
         assert found.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
     assert found == expected and found["num_samples"] > 20 and int(found["anchor_digest"], 16) > 0
-
-
-def start_on_two_machines(run_dir: Path, config: Any) -> None:
-    """Two torchrun agents of one process each that meet on loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {**os.environ, "DFLASH_RDZV_ENDPOINT": endpoint, "LOGLEVEL": "CRITICAL"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DFLASH_RDZV_ENDPOINT", endpoint)
-        agents = [
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run"]
-                + torchrun_arguments(config.training, run_dir / "run.json", node_rank=node),
-                env=environment,
-            )
-            for node in range(2)
-        ]
-    try:
-        assert [agent.wait(400) for agent in agents] == [0, 0]
-    finally:
-        for agent in agents:
-            agent.kill()

@@ -4,8 +4,11 @@ leaves.
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_core.config import TrainingConfig, UserError
-from dflash_core.training import launcher
+from dflash_core.config import RunConfig, TrainingConfig, UserError
+from dflash_core.training import launcher, supervise
 from dflash_core.training.launcher import MetricsForwarder, node_commands, notify, stop, torchrun_arguments
 from dflash_core.training.progress import MetricsFile
 from dflash_core.training.supervise import RankRecord, explain, read_records
@@ -180,6 +183,22 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert "slowest: rank 0 (drafter" in message and "phase 'train' of step 7" in message
 
 
+def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path) -> None:
+    """Three colocated ranks: two wait for the third, which is stuck in its own work, or a step behind."""
+    ranks = [RankRecord(tmp_path, rank, "colocated") for rank in range(3)]
+    for rank in ranks:
+        rank.phase("wait for other ranks", step=7, microbatch=1)
+    ranks[2].phase("save", step=7)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    message = launcher._describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 2 (colocated" in message and "phase 'save' of step 7" in message
+    ranks[2].phase("wait for feed", step=7, microbatch=0)
+    ranks[1].phase("wait for other ranks", step=8)
+    ranks[0].phase("wait for other ranks", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    assert "slowest: rank 2 (colocated" in launcher._describe_stall(tmp_path, records, time.time())
+
+
 def test_the_end_of_a_long_run_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are done and torchrun is not: what counts is when they ended, not how long the run took."""
     monkeypatch.setattr(launcher, "START_SECONDS", 1.0)
@@ -235,6 +254,93 @@ def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_mentioned(
     notify(None, tmp_path, "nobody is told")
 
 
+def test_the_hook_may_be_an_address(tmp_path: Path, capsys: Any) -> None:
+    got: list[tuple[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append((self.headers["Content-Type"], json.loads(body)))
+            self.send_response(204 if self.path == "/hook" else 500)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing on the console."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        notify(f"{address}/hook", tmp_path, "rank 1 died")
+        assert got == [("application/json", {"run": str(tmp_path), "message": "rank 1 died"})]
+        assert capsys.readouterr().out == ""
+        notify(f"{address}/broken", tmp_path, "rank 1 died")
+        assert "failed: HTTP Error 500" in capsys.readouterr().out
+        server.shutdown()
+
+
+def test_ctrl_c_while_watching_stops_what_was_started_and_tells_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "_start", lambda *_: child)
+    monkeypatch.setattr(launcher, "_watch", interrupted)
+    told = tmp_path / "told"
+    config = RunConfig(training=TrainingConfig(on_failure=f"touch {told}"))
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(tmp_path, config)
+    assert child.poll() is not None and not told.exists()
+
+
+def test_a_launch_waits_for_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)", "dflash_core.training"])
+    record = {"rank": 0, "pid": left.pid, "host": socket.gethostname(), "started": time.time() + 1}
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0.json").write_text(json.dumps(record))
+
+    def start(*_: Any) -> None:
+        assert not psutil.pid_exists(left.pid)
+        raise InterruptedError("far enough")
+
+    monkeypatch.setattr(launcher, "_start", start)
+    with pytest.raises(InterruptedError):
+        launcher.launch(tmp_path, RunConfig())
+
+
+BLOCKED = """
+import threading
+from dflash_core.training import supervise
+supervise.STOP_SECONDS = 0.3
+stop = supervise.StopSignal()
+print("ready", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+def test_a_rank_whose_main_thread_is_blocked_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    started = time.monotonic()
+    child.terminate()
+    _, said = child.communicate(timeout=20)
+    assert child.returncode == 128 + signal.SIGTERM and "the last complete checkpoint stands" in said
+    assert time.monotonic() - started < 5
+
+
+def test_a_stop_takes_less_than_28_seconds_in_all() -> None:
+    """Ranks end by themselves before they are killed, and both before an engine of 30 s loses patience."""
+    assert supervise.STOP_SECONDS + supervise.PEER_GRACE_SECONDS < launcher.TERMINATE_SECONDS
+    assert launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1 < 28
+
+
 STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, lambda *a: None)
@@ -256,7 +362,9 @@ def test_stopping_kills_what_ignores_the_request(tmp_path: Path, monkeypatch: py
     lines = sorted(int(child.stdout.readline()) for _ in range(2))
     grandchild = lines[1]
     assert psutil.pid_exists(grandchild)
+    started = time.monotonic()
     stop(tmp_path, child)
     assert child.poll() is not None
+    assert time.monotonic() - started < launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1
     wait_until(lambda: not psutil.pid_exists(grandchild))
     stop(tmp_path, child)  # again: nothing to do

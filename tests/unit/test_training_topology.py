@@ -22,7 +22,9 @@ from dflash_core.training.feed import (
 from dflash_core.training.topology import (
     assignments_of_rank,
     assignments_of_step,
+    devices_of_rank,
     make_layout,
+    ranks_per_node,
     role_of,
     split_advice,
     validation_assignments,
@@ -65,6 +67,23 @@ def test_roles() -> None:
     assert colocated.drafters == colocated.targets == (0, 1)
     assert [role_of(layout, r) for r in (0, 1)] == ["drafter", "target"]
     assert role_of(colocated, 1) == "colocated"
+
+
+def test_devices_of_a_node() -> None:
+    def devices(config: TrainingConfig, *, spread: bool = True, num_devices: int = 8) -> list[list[int]]:
+        ranks = range(ranks_per_node(config))
+        return [list(devices_of_rank(config, r, num_devices, spread_target=spread)) for r in ranks]
+
+    assert devices(split(3, 1), spread=False) == [[0], [1], [2], [3]]
+    assert devices(split(1, 2)) == [[0], [1], [2, 3, 4, 5, 6, 7]]
+    assert devices(split(2, 1)) == [[0], [1, 2, 3], [4, 5, 6]]
+    assert devices(split(2, 2, nodes=2)) == [[0], [1, 2, 3, 4, 5, 6, 7]]
+    assert devices(TrainingConfig()) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert devices(TrainingConfig(num_drafter_ranks=2)) == [[0], [1]]
+    with pytest.raises(UserError, match="4 ranks on this node, 2 CUDA devices"):
+        devices(split(3, 1), num_devices=2)
+    with pytest.raises(UserError, match="num_drafter_ranks: 1 does not divide by training.num_nodes"):
+        devices(split(3, 1, nodes=2))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
-"""Three minutes of real training on one device: tokens/s, what capture and drafter cost and how far they overlap, and a
+"""Three minutes of real training on one GPU: tokens/s, what capture and drafter cost and how far they overlap, and a
 resume after kill -9.
 
-    python -m benchmarks.training_run                     # SmolLM2 on this machine's GPU, or its CPU
-    python -m benchmarks.training_run --seconds 60 --param training.device=cpu
+    python -m benchmarks.gpu_training                     # SmolLM2 on this machine's GPU, or its CPU
+    python -m benchmarks.gpu_training --seconds 60 --param training.device=cpu
 
-Runs train-dflash/smollm2 as a command with states captured anew at every step, kills its whole process group half-way,
-starts it again, and stops it when the time is over. Overlap = (capture + drafter seconds) / step seconds: 1 means one
-after the other, towards 2 that each hides the other. Not run on a GPU by this project so far. Prints a table, then one
-line of JSON.
-
-Written, and not run so far.
+Runs train-dflash/smollm2 (colocated) as a command with states captured anew at every step, kills its process group
+half-way, starts it again, and stops it when the time is over; it fails where a step is missing or there twice, or
+none came after the kill. Overlap = (capture + drafter seconds, as the device counts them) / step seconds: about 1
+means one after the other, as on a CPU, towards 2 that each hides the other. *Not run on a GPU by this project so far.*
+Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 
 
 def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
-    settings = ["target.cache=none", "training.checkpoint_every_steps=20", "training.validate_every=100000"]
+    settings = ["target.cache=none", "training.checkpoint_every_seconds=5", "training.validate_every=100000"]
     settings += ["training.num_validation_samples=8", f"storage_root={json.dumps(str(root))}", *params]
     command = [sys.executable, "-m", "flows.train_dflash", "smollm2"]
     command += [part for setting in settings for part in ("--param", setting)]
@@ -37,7 +36,7 @@ def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 def steps_of(root: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for path in root.glob("smollm2/*/metrics.jsonl"):
+    for path in root.glob("smollm2/latest/metrics.jsonl"):
         found += [
             json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
         ]
@@ -69,9 +68,9 @@ def main() -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         killed_at = steps_of(root)[-1]["step"]
-        time.sleep(5)  # ranks notice that their parent is gone
         process = start(root, args.param, log)
-        while "resuming from" not in log.read_text():
+        give_up = time.monotonic() + 600
+        while "resuming from" not in log.read_text() and time.monotonic() < give_up:
             wait(process, 1, log)
         wait(process, args.seconds / 2, log)
         process.send_signal(signal.SIGTERM)
