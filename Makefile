@@ -47,8 +47,9 @@ serve: $(INSTALLED)  ## Prefect server, UI and all deployments in one terminal
 
 # Prefect on loopback with pools: `make server` in one terminal, `make worker` in another, then `make deploy` once and
 # `prefect deployment run train-dflash/quickstart --watch` with PREFECT_API_URL=http://127.0.0.1:4200/api.
-PREFECT := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true \
-	MLFLOW_DISABLE_TELEMETRY=true PREFECT_API_URL=http://127.0.0.1:4200/api $(BIN)/prefect --no-prompt
+PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true \
+	MLFLOW_DISABLE_TELEMETRY=true PREFECT_API_URL=http://127.0.0.1:4200/api
+PREFECT := $(PREFECT_ENV) $(BIN)/prefect --no-prompt
 
 server: $(INSTALLED)  ## Prefect server and UI on http://127.0.0.1:4200
 	mkdir -p runs/prefect && $(PREFECT) server start --host 127.0.0.1
@@ -60,12 +61,15 @@ deploy: $(INSTALLED)  ## pools and deployments of prefect.yaml on that server
 	$(PREFECT) deploy --all
 
 worker: $(INSTALLED)  ## one worker for each of the two pools
+	$(PREFECT_ENV) $(BIN)/python -m flows.abandoned
 	trap 'kill 0' INT TERM; \
 	$(PREFECT) worker start --pool dflash-train & $(PREFECT) worker start --pool dflash-data & wait
 
-ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000
-	MLFLOW_DISABLE_TELEMETRY=true DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
-		--backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db --artifacts-destination $(CURDIR)/runs/mlartifacts
+ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000 and, where none is up, the Prefect server on http://127.0.0.1:4200
+	mkdir -p runs/prefect; trap 'kill 0' INT TERM; \
+	curl -sf http://127.0.0.1:4200/api/health >/dev/null || $(PREFECT) server start --host 127.0.0.1 & \
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
+		--backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db --artifacts-destination $(CURDIR)/runs/mlartifacts & wait
 
 clean:  ## remove the environment (runs/ stays)
 	rm -rf $(VENV) *.egg-info build

@@ -10,13 +10,11 @@ if __name__ == "__main__":
 
 from datetime import timedelta
 
-from prefect.artifacts import create_markdown_artifact
-
 from dflash_core.config import RunConfig
 from flows import steps
 from flows.deployments import AdviseOptions
 from flows.entry import run_flow
-from tasks import report
+from tasks import artifacts, report
 
 
 @run_flow("advise")
@@ -62,9 +60,7 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
     ]
     report.print_table(f"{config.deployment}: predicted, {basis}", rows)
     text = report.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
-    create_markdown_artifact(
-        text, key=f"advice-{report.slug(config.deployment)}", description="predicted costs"
-    )
+    artifacts.report("advice", config.deployment, text, steps.root_of(config), "predicted costs")
     return {
         "strategies": {
             f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts

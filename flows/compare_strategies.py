@@ -44,7 +44,9 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
         for strategy in options.strategies:
             own = replace(seeded, batching=replace(config.batching, strategy=strategy))
             label = f"{strategy} seed {seed}"
-            trained = steps.train_run(own, options, target, dataset, plans[strategy], label=f"train {label}")
+            trained = steps.train_run(
+                own, options, target, dataset, profile, plans[strategy], label=f"train {label}"
+            )
             drafter = Path(trained["run_dir"]) / "drafter"
             evaluated = steps.evaluate(own, options, target, dataset, drafter, label=f"evaluate {label}")
             results.append(

@@ -7,6 +7,7 @@ recorded), its output goes to a file, and it ends with its parent however that e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -80,10 +81,12 @@ class EmbeddedServer:
         raise RuntimeError(f"Prefect's embedded server {what}; its log is {self.log_path}")
 
     def stop(self) -> None:
-        """Ends the server; idempotent."""
+        """Ends the server, once it has what this process still holds for it; idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
+        if process.poll() is None:
+            _send_the_rest()
         os.environ.pop("PREFECT_API_URL", None)
         process.terminate()
         try:
@@ -91,6 +94,18 @@ class EmbeddedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _send_the_rest() -> None:
+    """Events and logs that Prefect's threads hold back; later they would wait long for a server that is gone."""
+    if "prefect.flows" not in sys.modules:
+        return
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for worker in (EventsWorker, APILogWorker):
+        with contextlib.suppress(Exception):
+            worker.drain_all(timeout=STOP_SECONDS)
 
 
 def serve(port: int) -> None:
@@ -101,7 +116,15 @@ def serve(port: int) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
-    uvicorn.run(create_app, factory=True, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+    uvicorn.run(
+        create_app,
+        factory=True,
+        host="127.0.0.1",
+        port=port,
+        log_level="error",
+        lifespan="on",
+        timeout_graceful_shutdown=1,  # connections of clients that listen for events never end by themselves
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from dflash_core.config import RunConfig
+from dflash_core.config import RunConfig, UserError
 from flows import deployments
+from flows.abandoned import noted
 from flows.deployments import FlowOptions
 from flows.runners import task_runner
 from tasks.files import check_files
@@ -82,14 +83,9 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
 
         @functools.wraps(function)
         def entry(*args: Any, **given: Any) -> Any:
-            given = {**dict(zip(signature.parameters, args)), **given}
-            deployment = runtime.deployment.name
-            named = deployment if deployment in deployments.deployments(name) else None
-            if deployment and not given.get("deployment"):
-                given["deployment"] = deployment
-            config, options = deployments.resolve(name, named, given)
+            config, options = _resolve(name, {**dict(zip(signature.parameters, args)), **given})
             check_files(config)
-            with task_runner(config):
+            with noted(str(runtime.flow_run.id)), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)
@@ -98,7 +94,7 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
         return flow(
             name=name,
             description=info.summary,
-            flow_run_name=_flow_run_name,
+            flow_run_name=functools.partial(_flow_run_name, name),
             task_runner=ThreadPoolTaskRunner(max_workers=4),
             validate_parameters=False,
             on_failure=[close_runs_of_flow],
@@ -110,9 +106,21 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
     return decorate
 
 
-def _flow_run_name() -> str:
-    """Flow runs say which deployment they are of and with which strategy."""
-    parameters = runtime.flow_run.parameters
-    deployment = parameters.get("deployment") or runtime.deployment.name or "default"
-    strategy = (parameters.get("batching") or {}).get("strategy")
-    return f"{deployment}-{strategy}" if strategy else str(deployment)
+def _resolve(name: str, given: dict[str, Any]) -> tuple[RunConfig, FlowOptions]:
+    deployment = runtime.deployment.name
+    named = deployment if deployment in deployments.deployments(name) else None
+    if deployment and not given.get("deployment"):
+        given = {**given, "deployment": deployment}
+    return deployments.resolve(name, named, given)
+
+
+def _flow_run_name(name: str) -> str:
+    """Runs say which deployment they are of, with which strategy and on which data: `quickstart-packed-stdlib`."""
+    given = runtime.flow_run.parameters
+    try:
+        config, options = _resolve(name, given)
+    except UserError:  # told when the flow starts
+        return str(given.get("deployment") or runtime.deployment.name or "default")
+    compared = getattr(options, "strategies", None)
+    strategy = f"{len(compared)}-strategies" if compared else config.batching.strategy
+    return f"{config.deployment}-{strategy}-{deployments.data_name(config.data.files)}"

@@ -57,6 +57,10 @@ def main() -> int:
             server.wait()
         from prefect import serve
 
+        from flows.abandoned import close_abandoned
+
+        for name in close_abandoned():
+            print(f"flow run {name}: its process is gone, marked as crashed", flush=True)
         print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}", flush=True)
         serve(*make_deployments(), limit=RUNS_AT_ONCE)
     except UserError as error:

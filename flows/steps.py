@@ -8,12 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact
 
 from dflash_core.batching.cost import CostModel, predict
 from dflash_core.config import STRATEGIES, RunConfig, UserError, to_dict
-from flows.deployments import FlowOptions
-from tasks import advice, buckets, compare, ingest, length_profile, plans, regenerate, report, target, train
+from flows.deployments import FlowOptions, data_name
+from tasks import (
+    advice,
+    artifacts,
+    buckets,
+    compare,
+    ingest,
+    length_profile,
+    plans,
+    regenerate,
+    report,
+    target,
+    train,
+)
 from tasks import evaluate as evaluation
 from tasks.stages import STAGES, FileDigests
 
@@ -103,25 +114,22 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
             "data.files: %d files repeat another one by name and content; each is read once",
             len(sources) - len(unique),
         )
-    futures = [
-        ingest.ingest.submit(
-            root,
-            label=f"ingest {source.name}",
-            after=[target_pointer, *regenerated],
-            refresh="ingest" in options.refresh,
-            source_digest=source.digest,
-            source_name=source.name,
-            tokenizer_fingerprint=target_pointer["tokenizer_fingerprint"],
-            rules=rules,
-            path=source.path,
-            data=to_dict(config.data),
-            target_directory=str(target_directory(config, target_pointer)),
-            trust_remote_code=config.target.trust_remote_code,
-        )
+    calls = [
+        {
+            "label": f"ingest {source.name}",
+            "after": [target_pointer, *regenerated],
+            "source_digest": source.digest,
+            "source_name": source.name,
+            "tokenizer_fingerprint": target_pointer["tokenizer_fingerprint"],
+            "rules": rules,
+            "path": source.path,
+            "data": to_dict(config.data),
+            "target_directory": str(target_directory(config, target_pointer)),
+            "trust_remote_code": config.target.trust_remote_code,
+        }
         for source in unique
     ]
-    pointers = [future.result() for future in futures]
-    return _open(config, pointers)
+    return _open(config, ingest.ingest.map(root, calls, refresh="ingest" in options.refresh))
 
 
 def open_store(config: RunConfig, dataset: Dataset) -> Any:
@@ -185,7 +193,7 @@ def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
 def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> Pointer:
     """How long the samples are."""
     samples = [Path(shard) / "samples.parquet" for shard in dataset.shards]
-    return length_profile.profile_lengths(
+    pointer = length_profile.profile_lengths(
         root_of(config),
         label="length profile",
         after=dataset.pointers,
@@ -195,6 +203,11 @@ def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> Pointe
         validation_bound=dataset.validation_bound,
         shards=dataset.shards,
     )
+    found = length_profile.read_profile(root_of(config) / pointer["path"])
+    artifacts.table(
+        "lengths", config.deployment, artifacts.source_rows(found), "lengths of each source in tokens"
+    )
+    return pointer
 
 
 def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> Pointer:
@@ -206,14 +219,25 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
             f"{longest} "
             "tokens; allowed: at least that, or a lower data.max_length"
         )
-    return buckets.bucket_edges(
+    directory = root_of(config) / profile_pointer["path"]
+    pointer = buckets.bucket_edges(
         root_of(config),
         label=f"bucket edges, {config.batching.num_buckets} buckets",
         after=[profile_pointer],
         refresh="edges" in options.refresh,
         **buckets.edges_inputs(profile_pointer, config.batching),
-        profile_directory=str(root_of(config) / profile_pointer["path"]),
+        profile_directory=str(directory),
     )
+    found, expected = length_profile.read_profile(directory), pointer["expected_efficiency"]
+    artifacts.table(
+        "edges",
+        config.deployment,
+        artifacts.bucket_rows(found["lengths"], found["counts"], pointer["edges"]),
+        "training samples in each bucket"
+        + (f"; expected padding efficiency {expected:.4f}" if expected is not None else "")
+        + f"; more than {pointer['knee']} buckets gain little",
+    )
+    return pointer
 
 
 def make_plans(
@@ -237,33 +261,42 @@ def make_plans(
         "num_anchors": config.objective.num_anchors,
         "block_size": config.drafter.block_size,
     }
-    futures = {}
+    calls, strategy_of_call = [], []
     for strategy in strategies:
         batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
         settings = plans.plan_settings(batching, edges_pointer["edges"])
         own = all_epochs or strategy == config.batching.strategy
         num_epochs = max(config.training.epochs if own else 0, plans.COMPARED_EPOCHS)
-        futures[strategy] = [
-            plans.build_epoch.submit(
-                root_of(config),
-                label=f"plan {strategy} epoch {epoch}",
-                after=[edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
-                refresh="plan" in options.refresh,
-                lengths_digest=lengths.digest,
-                settings=settings,
-                seed=config.training.seed,
-                epoch=epoch,
-                arguments=arguments,
-            )
+        strategy_of_call += [strategy] * num_epochs
+        calls += [
+            {
+                "label": f"plan {strategy} epoch {epoch}",
+                "after": [edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
+                "lengths_digest": lengths.digest,
+                "settings": settings,
+                "seed": config.training.seed,
+                "epoch": epoch,
+                "arguments": arguments,
+            }
             for epoch in range(num_epochs)
         ]
-    return {strategy: [future.result() for future in epochs] for strategy, epochs in futures.items()}
+    made: dict[str, list[Pointer]] = {strategy: [] for strategy in strategies}
+    found = plans.build_epoch.map(root_of(config), calls, refresh="plan" in options.refresh)
+    for strategy, pointer in zip(strategy_of_call, found):
+        made[strategy].append(pointer)
+    artifacts.table(
+        "plans",
+        config.deployment,
+        artifacts.plan_rows(report.plan_figures(made), report.PLAN_FIGURES),
+        f"batch plans of each strategy, seed {config.training.seed}; mixing 1 is as good as random samples",
+    )
+    return made
 
 
 def show_plans(
     config: RunConfig, dataset: Dataset, profile_pointer: Pointer, edges_pointer: Pointer, made: Pointer
 ) -> None:
-    """Data and plans in the terminal and as Prefect artifacts."""
+    """Data and plans in the terminal."""
     figures = report.plan_figures(made)
     stats = report.dataset_figures(
         profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
@@ -287,11 +320,6 @@ def show_plans(
             ),
         ],
     )
-    create_markdown_artifact(
-        f"Edges {edges_pointer['edges']}\n\n" + report.plans_table(figures),
-        key=f"plans-{report.slug(config.deployment)}",
-        description="padding efficiency and mixing of each strategy",
-    )
 
 
 def train_run(
@@ -299,6 +327,7 @@ def train_run(
     options: FlowOptions,
     target_pointer: Pointer,
     dataset: Dataset,
+    profile_pointer: Pointer,
     epochs: Sequence[Pointer],
     label: str | None = None,
 ) -> Pointer:
@@ -317,6 +346,11 @@ def train_run(
             "plan_digests": [pointer["plan_digest"] for pointer in used],
             "target_fingerprint": target_pointer["fingerprint"],
             "total_steps": min(num_steps, config.training.max_steps or num_steps),
+            "dataset": {
+                "name": data_name(config.data.files),
+                "files": sorted(pointer["source"] for pointer in dataset.pointers),
+                "profile": report.dataset_figures(profile_pointer["stats"], dataset.pointers),
+            },
         },
         label=label or f"train {config.batching.strategy}",
         refresh="train" in options.refresh,

@@ -25,6 +25,6 @@ def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
     plans = steps.make_plans(config, options, dataset, edges)
-    trained = steps.train_run(config, options, target, dataset, plans[config.batching.strategy])
+    trained = steps.train_run(config, options, target, dataset, profile, plans[config.batching.strategy])
     evaluated = steps.evaluate(config, options, target, dataset, Path(trained["run_dir"]) / "drafter")
     return steps.write_report(config, dataset, profile, edges, plans, trained, evaluated)

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig, from_dict
-from tasks import comparison, report, runs, tracking
+from tasks import artifacts, comparison, report, runs, tracking
 from tasks.plans import Lengths
-from tasks.stages import content_digest, write_json
+from tasks.stages import PUBLISH_SECONDS, RETRY_IO, content_digest, write_json
 
 SHOWN = {  # column of the report: figure
     "real tokens/s": "tokens_per_second",
@@ -93,13 +92,21 @@ def read_metrics(result: Result, plans: Sequence[Any], lengths: Lengths) -> comp
     return comparison.read_run(result.strategy, result.seed, lines, shares, epochs)
 
 
-@task(name="compare", task_run_name="comparison", cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="compare",
+    task_run_name="comparison",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    timeout_seconds=PUBLISH_SECONDS,
+    **RETRY_IO,
+)
 def write_comparison(
     config: dict[str, Any], results: list[Result], metrics: list[comparison.RunMetrics], edges: list[int]
 ) -> dict[str, Any]:
     """Writes comparison-<key>/report.json, report.md and plots, and links `latest` to them."""
     settings: RunConfig = from_dict(RunConfig, config)
     by_run = {(r.strategy, r.seed): r for r in results}
+    recorded = {(m.strategy, m.seed): m for m in metrics}
     found = comparison.summarise(
         metrics,
         report.plan_figures({r.strategy: r.plans for r in results}),
@@ -123,15 +130,23 @@ def write_comparison(
     (directory / "report.md").write_text(text, encoding="utf-8")
     write_json(directory / "report.json", found)
     runs.point_latest(directory)
-    create_markdown_artifact(
-        text, key=report.slug(settings.deployment), description="comparison of strategies"
-    )
+    artifacts.report("report", settings.deployment, text, directory, found["recommendation"])
     for result in results:
         tracking.log_summary(
             settings,
             result.trained["mlflow_run_id"],
-            metrics=run_metrics(found["strategies"][result.strategy], result),
-            artifacts=[(directory / "report.md", "comparison"), (directory / "plots", "comparison/plots")],
+            metrics=run_metrics(
+                found["strategies"][result.strategy],
+                result,
+                recorded[result.strategy, result.seed],
+                level=found["loss_level"],
+                window=comparison.last_window(metrics),
+            ),
+            artifacts=[
+                (directory / "report.md", "comparison"),
+                (directory / "report.json", "comparison"),
+                (directory / "plots", "comparison/plots"),
+            ],
         )
     get_run_logger().info("comparison: %s", directory / "report.md")
     return found | {"directory": str(directory)}
@@ -155,19 +170,27 @@ def anchors_equal(results: Sequence[Result]) -> bool | None:
     return all(len(found) == 1 for found in digests.values())
 
 
-def run_metrics(row: dict[str, Any], result: Result) -> dict[str, float]:
-    """Summary metrics of one run, for sorting in MLflow."""
-    names = (
-        "tokens_per_second",
-        "throughput_ratio_to_sorted",
-        "loss_last",
-        "r2_composition",
-        "residual_lag1",
-    )
-    found = {f"final/{name}": row[name] for name in names if row.get(name) is not None}
-    if result.evaluation.get("acceptance_length") is not None:
-        found["final/acceptance_length"] = result.evaluation["acceptance_length"]
-    return found | {f"final/{name}": row[name] for name in report.PLAN_FIGURES if row.get(name) is not None}
+def run_metrics(
+    row: dict[str, Any], result: Result, run: comparison.RunMetrics, *, level: float, window: int
+) -> dict[str, float]:
+    """Summary metrics of one run, for sorting in MLflow; `row` is its strategy's, means over the seeds."""
+    evaluation = result.evaluation
+    validation = result.trained["summary"].get("validation_last") or {}
+    figures = {
+        "loss_last": float(np.nanmean(run.loss[-window:])),
+        "validation_loss": validation.get("validation/loss"),
+        "acceptance_length": evaluation.get("acceptance_length"),
+        "steps_to_level": comparison.steps_to_reach(run.loss, level, window),
+        "throughput_ratio_to_sorted": row.get("throughput_ratio_to_sorted"),
+        **{n: v for n, v in comparison.throughput(run).items() if n.endswith("tokens_per_second")},
+        **comparison.loss_statistics(run),
+    }
+    found = {
+        **{f"final/{name}": value for name, value in figures.items()},
+        **report.plan_metrics(report.plan_figures({result.strategy: result.plans})[result.strategy]),
+        **report.acceptance_metrics(evaluation),
+    }
+    return {name: float(value) for name, value in found.items() if value is not None and np.isfinite(value)}
 
 
 def table(found: dict[str, Any], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:

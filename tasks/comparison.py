@@ -154,6 +154,11 @@ def regress_on_composition(
     }
 
 
+def last_window(runs: Sequence[RunMetrics]) -> int:
+    """Steps over which a last loss is the mean: a tenth of the shortest run."""
+    return max(1, min(len(run.loss) for run in runs) // 10)
+
+
 def steps_to_reach(loss: NDArray[np.float64], level: float, window: int) -> int | None:
     """First step at which the mean loss of the last `window` steps is at or below `level`; None if never."""
     if len(loss) < window:
@@ -178,7 +183,7 @@ def summarise(
             and the mean loss of the initial weights over the first epoch.
     """
     strategies = list(dict.fromkeys(run.strategy for run in runs))
-    window = max(1, min(len(run.loss) for run in runs) // 10)
+    window = last_window(runs)
     level = max(float(np.nanmean(run.loss[-window:])) for run in runs)
     table: dict[str, dict[str, Any]] = {}
     for strategy in strategies:

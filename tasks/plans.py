@@ -83,7 +83,7 @@ def plan_settings(batching: BatchingConfig, edges: Sequence[int]) -> dict[str, A
     return {name: settings[name] for name in names}
 
 
-@stage("plan", version=2, sources=("dflash_core.batching",), locations=("arguments",))
+@stage("plan", version=3, sources=("dflash_core.batching",), locations=("arguments",))
 def build_epoch(
     out: Path,
     *,

@@ -22,6 +22,7 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
     version=2,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.model.generate"),
     locations=("where",),
+    timeout_seconds=None,  # a large file takes days; requests have limits, and answers are kept
     **RETRY_IO,
 )
 def regenerate(

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from rich.console import Console
 from rich.table import Table
 
 from dflash_core.config import RunConfig, from_dict
-from tasks import tracking
-from tasks.stages import write_json
+from tasks import artifacts, tracking
+from tasks.stages import PUBLISH_SECONDS, RETRY_IO, content_digest, write_json
 
 PLAN_FIGURES = (
     "padding_efficiency",
@@ -282,7 +281,14 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-@task(name="report", task_run_name="report", cache_policy=NO_CACHE, persist_result=False)
+@task(
+    name="report",
+    task_run_name="report",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    timeout_seconds=PUBLISH_SECONDS,
+    **RETRY_IO,
+)
 def write_report(
     config: dict[str, Any],
     *,
@@ -295,7 +301,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Writes report.json, report.md and plots into the run's directory, and their like to MLflow and Prefect.
 
-    Does nothing but return the report when it is written and equal already.
+    What was drawn and published before is not drawn and published again.
     """
     settings: RunConfig = from_dict(RunConfig, config)
     run_dir = Path(trained["run_dir"])
@@ -307,17 +313,17 @@ def write_report(
         trained=trained,
         evaluation=evaluated["evaluation"],
     )
-    written = run_dir / "report.json"
-    if written.exists() and json.loads(written.read_text(encoding="utf-8")) == json.loads(json.dumps(report)):
+    written, text = run_dir / "report.json", to_markdown(report)
+    published = run_dir / "published.json"  # after MLflow has it: a report that failed half-way is sent again
+    digest = {"report": content_digest(json.dumps(report))}
+    if published.exists() and json.loads(published.read_text(encoding="utf-8")) == digest:
         get_run_logger().info("report: up to date, %s", run_dir / "report.md")
+        artifacts.report("report", settings.deployment, text, run_dir, "report of the run")
         return report
     draw_plots(report, run_dir, Path(edges_directory))
-    text = to_markdown(report)
     (run_dir / "report.md").write_text(text, encoding="utf-8")
     write_json(written, report)
-    create_markdown_artifact(
-        text, key=f"report-{slug(settings.deployment)}", description="report of the latest run"
-    )
+    artifacts.report("report", settings.deployment, text, run_dir, "report of the run")
     tracking.log_summary(
         settings,
         trained["mlflow_run_id"],
@@ -335,14 +341,25 @@ def write_report(
         settings,
         trained["mlflow_run_id"],
         f"dflash-{settings.deployment}",
-        {"run_key": trained["key"], "target": settings.target.name, "strategy": settings.batching.strategy},
+        provenance(report),
     )
+    write_json(published, digest)
     return report
 
 
-def slug(text: str) -> str:
-    """Lower-case letters, digits and dashes: what Prefect takes for a key."""
-    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "run"
+def provenance(report: Mapping[str, Any]) -> dict[str, str]:
+    """Tags of a registered drafter: what it was made from and what it is worth."""
+    acceptance = report["evaluation"].get("acceptance_length")
+    return {
+        "run_key": report["run_key"],
+        "target": report["target"],
+        "strategy": report["strategy"],
+        "deployment": report["deployment"],
+        "steps": str(report["train"]["steps"]),
+        "validation_loss": show(report["validation"]["loss_last"], 4),
+        "acceptance_length": show(acceptance, 4),
+        "lossless": show(report["evaluation"].get("lossless")),
+    }
 
 
 def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
@@ -353,12 +370,21 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
         "final/validation_loss": report["validation"]["loss_last"],
         "final/tokens_per_second": report["train"]["tokens_per_second"],
         "final/acceptance_length": evaluation.get("acceptance_length"),
-        **{f"final/{name}": plan.get(name) for name in PLAN_FIGURES},
-        **{f"batch/{name}": value for name, value in plan.items() if name not in PLAN_FIGURES},
+        **plan_metrics(plan),
     }
-    for position, rate in enumerate(evaluation.get("acceptance_by_position") or [], start=1):
-        metrics[f"accept/position_{position}"] = rate
+    metrics |= acceptance_metrics(evaluation)
     return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def plan_metrics(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a strategy's plans by which runs are sorted; the report has them all."""
+    return {"batch/mixing_step": plan.get("mixing_step")} | {f"final/{n}": plan.get(n) for n in PLAN_FIGURES}
+
+
+def acceptance_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """`accept/position_1`, ...: share of blocks accepted up to each position."""
+    rates = evaluation.get("acceptance_by_position") or []
+    return {f"accept/position_{position}": rate for position, rate in enumerate(rates, start=1)}
 
 
 def draw_plots(report: Mapping[str, Any], run_dir: Path, edges_directory: Path) -> None:

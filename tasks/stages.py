@@ -24,17 +24,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.futures import PrefectFuture
 
 from dflash_core.config import UserError
 
 POINTER = "pointer.json"
+SHOWN_CACHED = 20  # cached task runs of one stage that a flow run shows
+STAGE_SECONDS = 6 * 3600.0  # the time limit of a stage: one file, one epoch, one evaluation
+
+PUBLISH_SECONDS = 1800.0  # of a report on its way to MLflow
 
 # For tasks that read files or the network. A user's mistake does not go away by trying again.
 RETRY_IO: dict[str, Any] = {
@@ -106,13 +110,13 @@ class FileDigests:
             self._changed = False
 
 
-def is_complete(directory: Path) -> bool:
-    """True when a stage's directory has its pointer and every file the pointer lists."""
+def read_complete(directory: Path) -> dict[str, Any] | None:
+    """The pointer in a stage's directory when every file that it lists is there, else None."""
     try:
-        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
+        pointer: dict[str, Any] = json.loads((directory / POINTER).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
-        return False
-    return all((directory / name).exists() for name in pointer["files"])
+        return None
+    return pointer if all((directory / name).exists() for name in pointer["files"]) else None
 
 
 class Stage:
@@ -130,7 +134,7 @@ class Stage:
         self.function, self.name, self.version = function, name, version
         self.sources, self.locations = sources, locations
         self.__doc__ = function.__doc__
-        self._configured: dict[tuple[bool, Path], Any] = {}
+        self._configured: dict[tuple[bool, bool, Path], Any] = {}
         self.task = task(
             name=name,
             task_run_name="{label}",
@@ -156,14 +160,23 @@ class Stage:
         label: str | None,
         after: Iterable[Any],
         refresh: bool,
+        submitted: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
-        stale = refresh or not is_complete(self.directory(storage_root, inputs))
+        stale = refresh or read_complete(self.directory(storage_root, inputs)) is None
         results = storage_root.resolve() / "prefect" / "storage"
-        if (stale, results) not in self._configured:  # making a task is slow: once, not once a file
-            self._configured[stale, results] = self.task.with_options(
-                refresh_cache=stale, result_storage=results
+        if (
+            stale,
+            submitted,
+            results,
+        ) not in self._configured:  # making a task is slow: once, not once a file
+            self._configured[stale, submitted, results] = self.task.with_options(
+                refresh_cache=stale,
+                result_storage=results,
+                timeout_seconds=0
+                if submitted
+                else None,  # none in a thread, which nothing interrupts; else as it is
             )
-        configured = self._configured[stale, results]
+        configured = self._configured[stale, submitted, results]
         return configured, {
             "storage_root": str(storage_root),
             "inputs": inputs,
@@ -201,9 +214,40 @@ class Stage:
         refresh: bool = False,
         **inputs: Any,
     ) -> PrefectFuture[dict[str, Any]]:
-        """As calling it, through the flow's task runner: one task a file or an epoch."""
-        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh)
+        """As calling it, through the flow's task runner."""
+        configured, arguments = self._arguments(storage_root, inputs, label, after, refresh, submitted=True)
         return configured.submit(**arguments)
+
+    def map(
+        self, storage_root: Path, calls: Sequence[dict[str, Any]], *, refresh: bool = False
+    ) -> list[dict[str, Any]]:
+        """One task a file or an epoch through the flow's task runner; returns the pointers in order.
+
+        Even a cached task run costs Prefect 30 ms: where more than `SHOWN_CACHED` calls are up to date, these are read
+        and not shown.
+
+        Args:
+            calls: keywords of `submit` for each, without `refresh`.
+
+        Raises:
+            TimeoutError: a task did not end within `STAGE_SECONDS` after the one before.
+        """
+        done: dict[int, dict[str, Any]] = {}
+        if not refresh:
+            for i, call in enumerate(calls):
+                inputs = {name: value for name, value in call.items() if name not in ("label", "after")}
+                if (pointer := read_complete(self.directory(storage_root, inputs))) is not None:
+                    done[i] = pointer
+        if len(done) <= SHOWN_CACHED:
+            done.clear()
+        else:
+            get_run_logger().info("%s: %d of %d are up to date", self.name, len(done), len(calls))
+        futures = {
+            i: self.submit(storage_root, refresh=refresh, **call)
+            for i, call in enumerate(calls)
+            if i not in done
+        }
+        return [done[i] if i in done else futures[i].result(timeout=STAGE_SECONDS) for i in range(len(calls))]
 
     def produce(
         self, storage_root: str, inputs: dict[str, Any], key: str, label: str, refresh: bool, after: list[Any]
@@ -211,8 +255,8 @@ class Stage:
         """The task's body: outputs into a temporary directory, then under their name in one rename."""
         del label, after
         final = Path(storage_root) / "store" / self.name / key
-        if not refresh and is_complete(final):
-            return json.loads((final / POINTER).read_text(encoding="utf-8"))
+        if not refresh and (pointer := read_complete(final)) is not None:
+            return pointer
         final.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(final.parent)
         temporary = Path(tempfile.mkdtemp(prefix=f".{key[:12]}-{os.getpid()}-", dir=final.parent))
@@ -255,6 +299,7 @@ def stage(
     version: int,
     sources: tuple[str, ...] = (),
     locations: tuple[str, ...] = (),
+    timeout_seconds: float | None = STAGE_SECONDS,
     **task_options: Any,
 ) -> Callable[[Callable[..., dict[str, Any]]], Stage]:
     """Decorator that makes a stage of `function(out, **inputs) -> summary`; see the module's docstring.
@@ -263,8 +308,10 @@ def stage(
         version: code version; raise it whenever the same inputs could now give other outputs.
         sources: modules or packages of dflash_core whose code decides the outputs; a test holds their digest.
         locations: inputs that say where something lies or how fast to work; they are not part of the key.
+        timeout_seconds: after which the task ends as TimedOut; None where the work has limits of its own.
         task_options: Prefect's, such as retries.
     """
+    task_options["timeout_seconds"] = timeout_seconds
 
     def decorate(function: Callable[..., dict[str, Any]]) -> Stage:
         STAGES[name] = Stage(function, name, version, sources, locations, task_options)

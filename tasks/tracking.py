@@ -15,17 +15,19 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig, UserError
+from tasks.processes import is_gone, this_process
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 5.0
 BATCH_LIMIT = 1000  # metrics MLflow takes in one call
 MAX_WAITING = 200_000
+LOCAL_UI = "http://127.0.0.1:5000"  # of `make ui`
 
 log = logging.getLogger("prefect.train_dflash.tracking")
 
@@ -114,12 +116,22 @@ def run_tags(config: RunConfig, dataset_digest: str, run_key: str, flow_run_id: 
     return tags | ({"experiment_group": config.tracking.group} if config.tracking.group else {})
 
 
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a line of metrics.jsonl."""
+    return {
+        key: value
+        for key, value in line.items()
+        if isinstance(value, int | float) and key not in ("step", "time_ms")
+    }
+
+
 @dataclass
 class Tracker:
     """Metrics of one training on their way to one MLflow run."""
 
     client: Any
     run_id: str
+    experiment_id: str
     marker: Path  # says, while it exists, that this run must still be closed
     _waiting: list[Any] = field(default_factory=list)
     _last_step: dict[str, int] = field(default_factory=dict)
@@ -139,6 +151,7 @@ class Tracker:
         name: str,
         params: dict[str, Any],
         tags: dict[str, str],
+        dataset: dict[str, Any],
         owner: str,
     ) -> Tracker:
         """Opens the MLflow run of a run directory: the one it had, else a new one.
@@ -146,8 +159,10 @@ class Tracker:
         Args:
             params: written once, when the run is created.
             tags: written each time.
+            dataset: `name`, `digest`, `files`, `profile`; written with the params.
             owner: id of the flow run, for `close_runs_of_flow`.
         """
+        close_abandoned_runs(config.storage_root)
         client, experiment_id = open_client(config)
         recorded, run_id = run_dir / "mlflow.json", None
         with suppress(OSError, json.JSONDecodeError, KeyError):
@@ -157,14 +172,21 @@ class Tracker:
             run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
             recorded.write_text(json.dumps({"run_id": run_id, "experiment_id": experiment_id}) + "\n")
             _log_params(client, run_id, params)
+            _log_dataset(client, run_id, dataset)
         else:
             client.update_run(run_id, status="RUNNING")
             for key, value in tags.items():
                 client.set_tag(run_id, key, value)
         marker = open_marker(config.storage_root, owner)
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"uri": tracking_uri(config), "run_id": run_id}))
-        tracker = cls(client=client, run_id=str(run_id), marker=marker, _resumed=resumed)
+        write_marker(marker, uri=tracking_uri(config), run_id=str(run_id))
+        tracker = cls(
+            client=client,
+            run_id=str(run_id),
+            experiment_id=str(experiment_id),
+            marker=marker,
+            _resumed=resumed,
+        )
         if config.tracking.system_metrics:
             tracker._start_monitor(tracking_uri(config))
         return tracker
@@ -188,6 +210,19 @@ class Tracker:
         self._steps_since_flush += 1
         if self._steps_since_flush >= FLUSH_STEPS or time.monotonic() - self._flushed_at > FLUSH_SECONDS:
             self.flush()
+
+    def catch_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Sends what metrics.jsonl has and MLflow has not, for a run that goes on: a process that was killed took
+        its buffer along.
+        """
+        if not self._resumed:
+            return
+        try:
+            for line in lines:
+                self.log(scalars(line), line["step"], line["time_ms"])
+            self.flush()
+        except Exception as error:  # the tracking server's troubles are not the training's
+            log.warning("points of the steps before could not be sent again: %s", error)
 
     def _last(self, key: str) -> int:
         """Last step recorded of a metric; asked of MLflow once, and only for a run that was continued."""
@@ -221,9 +256,13 @@ class Tracker:
         self.flush()
         if self._dropped:
             log.warning("%d MLflow points were dropped; metrics.jsonl has them all", self._dropped)
-        with suppress(Exception):
+        try:
             self.client.set_terminated(self.run_id, status=status)
             self.marker.unlink(missing_ok=True)
+        except Exception as error:  # the next training closes it
+            log.warning("MLflow run %s could not be closed as %s: %s", self.run_id, status, error)
+            with suppress(OSError, json.JSONDecodeError):
+                write_marker(self.marker, **(json.loads(self.marker.read_text()) | {"status": status}))
 
 
 def _exists(client: Any, run_id: str) -> bool:
@@ -239,6 +278,26 @@ def _log_params(client: Any, run_id: str, params: dict[str, Any]) -> None:
     from mlflow.entities import Param
 
     client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in params.items()])
+
+
+def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    logged = Dataset(
+        name=dataset["name"],
+        digest=dataset["digest"][:36],  # as many as MLflow takes
+        source_type="local",
+        source=json.dumps({"files": dataset["files"]}),
+        profile=json.dumps(dataset["profile"]),
+    )
+    client.log_inputs(run_id, [DatasetInput(logged, [InputTag("mlflow.data.context", "training")])])
+
+
+def run_url(config: RunConfig, experiment_id: str, run_id: str) -> str:
+    """The run's page: of the tracking server, or of the one that `make ui` starts."""
+    uri = tracking_uri(config)
+    server = uri.rstrip("/") if uri.startswith("http") else LOCAL_UI
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}"
 
 
 def log_summary(
@@ -282,6 +341,8 @@ def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict
         )
     for version in client.search_model_versions(f"name = '{model_name}'"):
         if version.run_id == run_id:
+            for key, value in tags.items():
+                client.set_model_version_tag(model_name, version.version, key, value)
             return int(version.version)
     version = client.create_model_version(
         model_name, source=f"runs:/{run_id}/drafter", run_id=run_id, tags=tags
@@ -295,19 +356,41 @@ def open_marker(storage_root: str | Path, owner: str) -> Path:
     return Path(storage_root).resolve() / "open-runs" / f"{owner}.json"
 
 
+def write_marker(marker: Path, *, uri: str, run_id: str, status: str | None = None, **_: Any) -> None:
+    """Notes an open run, the process that has it open, and the status it should have got."""
+    described = {"uri": uri, "run_id": run_id, "status": status, **this_process()}
+    marker.write_text(json.dumps(described))
+
+
 def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
     """State hook: the MLflow run of a flow run that ended early becomes KILLED (cancelled) or FAILED."""
     del flow
     storage_root = (flow_run.parameters or {}).get("storage_root") or RunConfig().storage_root
     marker = open_marker(storage_root, str(flow_run.id))
-    if not marker.exists():
-        return
+    killed = state.is_cancelled() or state.is_cancelling() or state.is_crashed()
+    if marker.exists():
+        _close_marked(marker, "KILLED" if killed else "FAILED")
+
+
+def close_abandoned_runs(storage_root: str | Path) -> None:
+    """Closes the runs of this machine's processes that are gone, as far as their tracking servers answer."""
+    for marker in open_marker(storage_root, "any").parent.glob("*.json"):
+        with suppress(OSError, json.JSONDecodeError, KeyError):
+            left = json.loads(marker.read_text(encoding="utf-8"))
+            if is_gone(left):
+                _close_marked(marker, "KILLED")
+
+
+def _close_marked(marker: Path, status: str) -> None:
     import mlflow
 
     left = json.loads(marker.read_text(encoding="utf-8"))
-    status = "KILLED" if state.is_cancelled() or state.is_cancelling() or state.is_crashed() else "FAILED"
-    mlflow.MlflowClient(left["uri"]).set_terminated(left["run_id"], status=status)
-    marker.unlink(missing_ok=True)
+    try:
+        mlflow.MlflowClient(left["uri"]).set_terminated(left["run_id"], status=left.get("status") or status)
+    except Exception as error:  # a server that is away: another time
+        log.warning("MLflow run %s could not be closed: %s", left["run_id"], error)
+    else:
+        marker.unlink(missing_ok=True)
 
 
 def registered_run_directories(config: RunConfig) -> set[Path]:

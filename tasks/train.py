@@ -24,7 +24,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig, UserError, from_dict
-from tasks import runs, tracking
+from tasks import artifacts, report, runs, tracking
 from tasks.stages import write_json
 
 PROGRESS_SECONDS = 5.0  # between updates of the progress artifact
@@ -59,7 +59,7 @@ def train(
     Args:
         config: a `RunConfig` as JSON types.
         inputs: `shards`, `plans`, `target` (paths), `dataset_digest`, `plan_digests`, `target_fingerprint`,
-            `total_steps`.
+            `total_steps`, `dataset` (`name`, `files` and `profile` for MLflow).
         refresh: train again although the run is finished.
         after: pointers this builds on, for Prefect's graph.
 
@@ -80,7 +80,9 @@ def train(
     if run.is_finished and not refresh:
         logger.info("training: run %s is finished and up to date, skipped", run.directory.name)
         runs.point_latest(run.directory)
-        return _pointer(run, "skipped")
+        done = _pointer(run, "skipped")
+        _link(settings, done["experiment_id"], done["mlflow_run_id"])
+        return done
     if refresh and run.directory.exists() and (runtime.task_run.run_count or 1) == 1:  # a retry goes on
         shutil.rmtree(run.directory)
     resumed = any((run.directory / "checkpoints").glob("step-*")) if run.directory.exists() else False
@@ -108,9 +110,11 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
     tracker = tracking.Tracker.start(
         config,
         run.directory,
-        name=f"{config.deployment}-{config.batching.strategy}-{run.key[:6]}",
+        # the strategy first: MLflow's charts and tables cut names short
+        name=f"{config.batching.strategy}-{config.deployment}-{inputs['dataset']['name']}-{run.key[:6]}",
         params=tracking.comparable_params(config),
         tags=tracking.run_tags(config, inputs["dataset_digest"], run.key, str(runtime.flow_run.id)),
+        dataset=inputs["dataset"] | {"digest": inputs["dataset_digest"]},
         owner=str(runtime.flow_run.id),
     )
     runs.prepare_directory(
@@ -125,18 +129,17 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
         total_steps=inputs["total_steps"],
         mlflow_run_id=tracker.run_id,
     )
-    progress = _Progress(inputs["total_steps"])
+    _link(config, tracker.experiment_id, tracker.run_id)
+    progress = _Progress(config.deployment, inputs["total_steps"])
     status = "FAILED"
 
     def on_metrics(lines: list[dict[str, Any]]) -> None:
         for line in lines:
-            values = {
-                k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time_ms")
-            }
-            tracker.log(values, line["step"], line["time_ms"])
+            tracker.log(tracking.scalars(line), line["step"], line["time_ms"])
         progress.update(lines[-1]["step"])
 
     try:
+        tracker.catch_up(report.read_metrics(run.directory))
         summary = launch(run.directory, config, on_metrics)
         write_json(run.directory / "finished.json", {"finished": int(time.time()), "summary": summary})
         status = "FINISHED"
@@ -175,13 +178,20 @@ def _explain(config: RunConfig, run: runs.Run, logger: Any) -> None:
         logger.info("training: differs from the latest run: %s", line)
 
 
+def _link(config: RunConfig, experiment_id: str, run_id: str) -> None:
+    url = tracking.run_url(config, experiment_id, run_id)
+    artifacts.link("mlflow", config.deployment, url, f"MLflow run {run_id}")
+
+
 class _Progress:
     """A progress artifact in Prefect's UI, updated every few seconds at most."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, deployment: str, total_steps: int) -> None:
         self.total, self._updated = max(1, total_steps), 0.0
         self._artifact: Any = create_progress_artifact(
-            0.0, key="training-progress", description="optimizer steps, percent"
+            0.0,
+            key=f"training-{artifacts.slug(deployment)}",
+            description=f"{deployment}: percent of {total_steps} optimizer steps",
         )
 
     def update(self, step: int) -> None:

@@ -278,6 +278,28 @@ def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: py
     assert {p.name for p in (directory / "plots").iterdir()} >= {"throughput.png", "loss_samples.png"}
 
 
+def test_flow_runs_without_a_process_are_marked_as_crashed(
+    harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.states import Running
+
+    from flows import abandoned
+
+    monkeypatch.setattr(abandoned, "_notes", lambda: tmp_path)
+    a_flow = flow(lambda: None, name="a-flow")
+    with get_client(sync_client=True) as client:
+        gone, alive = (client.create_flow_run(a_flow, state=Running()) for _ in range(2))
+        with abandoned.noted(str(gone.id)), abandoned.noted(str(alive.id)):
+            note = tmp_path / f"{gone.id}.json"
+            note.write_text(json.dumps(json.loads(note.read_text()) | {"started": 0.0}))
+            assert abandoned.close_abandoned() == [gone.name]
+            assert abandoned.close_abandoned() == []
+        states = [client.read_flow_run(run.id).state.type.value for run in (gone, alive)]
+    assert states == ["CRASHED", "RUNNING"] and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.long
 def test_ingest_on_a_dask_cluster_writes_the_same_bytes(place: dict) -> None:
     """Two worker processes against threads: every file of every shard and every plan is byte-equal."""

@@ -179,3 +179,17 @@ def test_environment_of_the_user_wins(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
     assert os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "77"
     assert os.environ["DO_NOT_TRACK"] == "true"
+
+
+@pytest.mark.parametrize(
+    "files, name",
+    [
+        ([], "stdlib"),
+        (["chats/a.jsonl.zst"], "a"),
+        (["data/chats/*.jsonl"], "chats"),
+        (["data/chats/**/*.jsonl", "b.jsonl", "c"], "chats-and-2-more"),
+        (["*.jsonl"], "data"),
+    ],
+)
+def test_a_word_for_the_data(files: list[str], name: str) -> None:
+    assert deployments.data_name(files) == name

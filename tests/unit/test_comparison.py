@@ -165,3 +165,25 @@ def test_what_cannot_be_told_is_null_in_json() -> None:
     found = summarise([run_metrics("sorted", steps=5), run_metrics("packed", steps=5)])
     assert found["strategies"]["packed"]["r2_composition"] is None
     json.dumps(found, allow_nan=False)
+
+
+def test_each_run_of_a_strategy_gets_its_own_figures_in_mlflow() -> None:
+    plans = [{"metrics": {"padding_efficiency": 0.9, "mixing_step": 2.0, "num_shapes": 3}}]
+    evaluation = {"acceptance_length": 1.5, "acceptance_by_position": [0.5, 0.25]}
+    result = compare.Result(
+        strategy="packed",
+        seed=1,
+        plans=plans,
+        trained={"summary": {"validation_last": {"validation/loss": 2.5}}},
+        evaluation=evaluation,
+        predicted_seconds=None,
+        initial=None,
+    )
+    run = run_metrics("packed", 1, steps=5, loss=np.array([5.0, 4.0, 3.0, 2.0, 1.0]))
+    found = compare.run_metrics({"throughput_ratio_to_sorted": None}, result, run, level=2.0, window=1)
+    assert found["final/loss_last"] == 1.0 and found["final/steps_to_level"] == 4
+    assert found["final/validation_loss"] == 2.5 and found["accept/position_2"] == 0.25
+    assert found["final/mixing_step"] == found["batch/mixing_step"] == 2.0
+    assert "batch/num_shapes" not in found  # charts of a few figures, not of all
+    assert "final/throughput_ratio_to_sorted" not in found  # nothing to compare with
+    assert "final/r2_composition" not in found  # too few steps

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_core.config import RunConfig, from_dict, to_dict
-from tasks import runs
-from tasks.stages import FileDigests, Stage, content_digest, is_complete
+from tasks import runs, stages
+from tasks.stages import FileDigests, Stage, content_digest, read_complete
 
 INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
 
@@ -54,7 +56,7 @@ def test_outputs_appear_whole_under_their_key(tmp_path: Path) -> None:
     directory = tmp_path / pointer["path"]
     assert (directory / "deep" / "text").read_text() == "d1d1"
     assert json.loads((directory / "pointer.json").read_text()) == pointer
-    assert is_complete(directory)
+    assert read_complete(directory)
     assert [p.name for p in directory.parent.iterdir()] == [directory.name]  # no temporary names left
 
 
@@ -69,11 +71,35 @@ def test_what_is_there_is_used_and_what_is_gone_is_made_again(tmp_path: Path) ->
     first = produce(stage, tmp_path)
     assert produce(stage, tmp_path) == first and calls == [2]
     (tmp_path / first["path"] / "deep" / "text").unlink()
-    assert not is_complete(tmp_path / first["path"])
+    assert not read_complete(tmp_path / first["path"])
     assert produce(stage, tmp_path) == first and calls == [2, 2]
-    assert is_complete(tmp_path / first["path"])
+    assert read_complete(tmp_path / first["path"])
     produce(stage, tmp_path, refresh=True)
     assert calls == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shown, submitted", [(3, [0, 1, 2, 3]), (2, [3])])
+def test_many_that_are_up_to_date_are_read_without_a_task_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: int, submitted: list[int]
+) -> None:
+    """Of four calls the first three are up to date."""
+    stage, seen = make(), []
+    calls = [{"label": str(i), "after": [], **INPUTS, "times": i} for i in range(4)]
+    inputs = [{**INPUTS, "times": i} for i in range(4)]
+    expected = [produce(stage, tmp_path, i) for i in inputs[:3]]
+
+    def submit(storage_root: Path, **call) -> SimpleNamespace:
+        seen.append(call["times"])
+        return SimpleNamespace(result=lambda timeout: produce(stage, storage_root, inputs[call["times"]]))
+
+    monkeypatch.setattr(stage, "submit", submit)
+    monkeypatch.setattr(stages, "SHOWN_CACHED", shown)
+    monkeypatch.setattr(stages, "get_run_logger", lambda: logging.getLogger("test"))
+    found = stage.map(tmp_path, calls)
+    assert seen == submitted and found[:3] == expected and found[3]["length"] == 6
+    seen.clear()
+    stage.map(tmp_path, calls, refresh=True)
+    assert seen == [0, 1, 2, 3]
 
 
 def test_a_failing_stage_leaves_nothing(tmp_path: Path) -> None:
@@ -100,7 +126,7 @@ t.produce(t.make(die), Path({str(tmp_path)!r}))
     killed = subprocess.run([sys.executable, "-c", script], env={**os.environ}, timeout=60)
     assert killed.returncode == -9
     assert len(list((tmp_path / "store" / "repeat").iterdir())) == 1  # the temporary directory
-    assert not is_complete(make().directory(tmp_path, INPUTS))
+    assert not read_complete(make().directory(tmp_path, INPUTS))
     pointer = produce(make(), tmp_path)
     assert [p.name for p in (tmp_path / "store" / "repeat").iterdir()] == [Path(pointer["path"]).name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,8 @@ class Client:
         return [SimpleNamespace(step=step) for name, step, _ in self.points if name == key]
 
     def set_terminated(self, run_id: str, status: str) -> None:
+        if self.away:
+            raise ConnectionError("away")
         self.status = status
 
 
@@ -43,8 +46,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 def tracker(client: Client, tmp_path: Path, resumed: bool = False) -> Tracker:
     marker = tmp_path / "open"
-    marker.write_text("x")
-    return Tracker(client=client, run_id="r", marker=marker, _resumed=resumed)
+    tracking.write_marker(marker, uri="http://away", run_id="r")
+    return Tracker(client=client, run_id="r", experiment_id="0", marker=marker, _resumed=resumed)
 
 
 def test_steps_are_sent_in_batches(client: Client, tmp_path: Path) -> None:
@@ -86,6 +89,22 @@ def test_a_resumed_run_goes_on_after_its_last_point(client: Client, tmp_path: Pa
     assert sorted(step for name, step, _ in client.points if name == "validation/loss") == [2, 4]
 
 
+def test_what_a_kill_kept_from_mlflow_is_sent_by_the_next_process(client: Client, tmp_path: Path) -> None:
+    lines = [{"step": step, "time_ms": step, "train/loss": 1.0, "note": "text"} for step in range(1, 8)]
+    first = tracker(client, tmp_path)
+    for line in lines[:3]:
+        first.log(tracking.scalars(line), line["step"], line["time_ms"])
+    first.flush()
+    for line in lines[3:6]:  # in the buffer when the process is killed
+        first.log(tracking.scalars(line), line["step"], line["time_ms"])
+    again = tracker(client, tmp_path, resumed=True)
+    again.catch_up(lines[:5])
+    for line in lines[4:]:  # the checkpoint was of step 4
+        again.log(tracking.scalars(line), line["step"], line["time_ms"])
+    again.flush()
+    assert client.points == [("train/loss", step, 1.0) for step in range(1, 8)]
+
+
 def test_a_tracking_server_that_is_away_loses_nothing(client: Client, tmp_path: Path) -> None:
     tracked = tracker(client, tmp_path)
     client.away = True
@@ -95,3 +114,56 @@ def test_a_tracking_server_that_is_away_loses_nothing(client: Client, tmp_path: 
     client.away = False
     tracked.close("FAILED")
     assert len(client.points) == FLUSH_STEPS and client.status == "FAILED"
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """Runs that were closed through a client of their own: address, run, status."""
+    import mlflow
+
+    found: list[tuple[str, str, str]] = []
+
+    def client(uri: str) -> SimpleNamespace:
+        return SimpleNamespace(set_terminated=lambda run_id, status: found.append((uri, run_id, status)))
+
+    monkeypatch.setattr(mlflow, "MlflowClient", client)
+    return found
+
+
+def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list) -> None:
+    directory = tracking.open_marker(tmp_path, "any").parent
+    directory.mkdir()
+    mine, gone, elsewhere = (directory / f"{name}.json" for name in ("mine", "gone", "elsewhere"))
+    for marker in (mine, gone, elsewhere):
+        tracking.write_marker(marker, uri="u", run_id=marker.stem)
+    for marker, other in ((gone, {"started": 0.0}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
+        marker.write_text(json.dumps(json.loads(marker.read_text()) | other))
+    (directory / "torn.json").write_text("{")
+    tracking.close_abandoned_runs(tmp_path)
+    assert closed == [("u", "gone", "KILLED")]
+    assert mine.exists() and elsewhere.exists() and not gone.exists()
+
+
+def test_a_run_whose_server_was_away_at_its_end_gets_its_status_later(
+    client: Client, tmp_path: Path, closed: list
+) -> None:
+    tracked = tracker(client, tmp_path)
+    client.away = True
+    tracked.close("FINISHED")
+    assert tracked.marker.exists()
+    tracking._close_marked(tracked.marker, "KILLED")
+    assert closed == [("http://away", "r", "FINISHED")] and not tracked.marker.exists()
+
+
+@pytest.mark.parametrize(
+    "state, status", [("is_cancelled", "KILLED"), ("is_crashed", "KILLED"), ("is_failed", "FAILED")]
+)
+def test_a_flow_that_ends_early_closes_its_run(tmp_path: Path, closed: list, state: str, status: str) -> None:
+    marker = tracking.open_marker(tmp_path, "flow")
+    marker.parent.mkdir()
+    tracking.write_marker(marker, uri="u", run_id="r")
+    names = ("is_cancelled", "is_cancelling", "is_crashed", "is_failed")
+    found = SimpleNamespace(**{name: lambda name=name: name == state for name in names})
+    flow_run = SimpleNamespace(id="flow", parameters={"storage_root": str(tmp_path)})
+    tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=found)
+    assert closed == [("u", "r", status)] and not marker.exists()

@@ -1,0 +1,104 @@
+"""What logging costs training: MLflow points, system metrics, Prefect's progress, lines of metrics.jsonl.
+
+    python -m benchmarks.tracking [--seconds 60] [--param training.device=cpu]
+
+Runs train-dflash/quickstart with states captured anew, so that a step costs what it costs at scale, and ends it after
+the given seconds of training. The flow's process does nothing but logging while its ranks train: its CPU seconds over
+the seconds of training are the most that it can take from them on a machine without an idle core. What a rank itself
+spends on lines of metrics.jsonl comes on top. Also says which share of the steps had reached MLflow at the end. Prints
+a table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dflash_core.training.progress import MetricsFile
+
+
+def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
+    settings = [
+        "target.cache=none",
+        "training.validate_every=100000",
+        f"storage_root={json.dumps(str(root))}",
+    ]
+    command = [sys.executable, "-m", "flows.train_dflash", "quickstart"]
+    command += [part for setting in [*settings, *params] for part in ("--param", setting)]
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file)
+
+
+def steps_of(root: Path) -> list[dict[str, Any]]:
+    found = root / "quickstart" / "latest" / "metrics.jsonl"
+    text = found.read_text() if found.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "perf/step_seconds" in line]
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Of the flow's process alone, its threads included, its children not."""
+    times = psutil.Process(process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def line_seconds(lines: list[dict[str, Any]]) -> float:
+    """What a rank spends on writing one line of metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = MetricsFile(Path(directory) / "metrics.jsonl", 0)
+        started = time.perf_counter()
+        for line in lines:
+            file.write(line["step"], line)
+        return (time.perf_counter() - started) / len(lines)
+
+
+def points_in_mlflow(root: Path) -> int:
+    import mlflow
+
+    run_id = json.loads((root / "quickstart" / "latest" / "mlflow.json").read_text())["run_id"]
+    client = mlflow.MlflowClient(f"sqlite:///{root}/mlflow.db")
+    return len(client.get_metric_history(run_id, "train/loss"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training")
+    parser.add_argument("--param", action="append", default=[], metavar="KEY=JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        root, log = Path(directory), Path(directory) / "run.log"
+        process = start(root, args.param, log)
+        while not steps_of(root):
+            if process.poll() is not None:
+                sys.exit(f"ended early with code {process.returncode}:\n{log.read_text()[-4000:]}")
+            time.sleep(0.5)
+        before, started, first = cpu_seconds(process), time.monotonic(), len(steps_of(root))
+        time.sleep(args.seconds)
+        steps = steps_of(root)[first:]
+        spent, wall = cpu_seconds(process) - before, time.monotonic() - started
+        process.terminate()
+        process.wait(60)
+        found = {
+            "steps": len(steps),
+            "step_seconds": wall / len(steps),
+            "flow_cpu_share": spent / wall,
+            "metrics_line_share": line_seconds(steps) * len(steps) / wall,
+            "steps_in_mlflow_share": points_in_mlflow(root) / len(steps_of(root)),
+        }
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):28}{value:,.5f}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
