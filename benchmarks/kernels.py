@@ -11,15 +11,20 @@
    heads of 128, 512 blocks of 16 slots, contexts of 2K to 32K. Anchors are new in every step, so the time
    of `flex_attention` includes making its block mask (compiled too); the time without it is shown beside.
 
-Prints tables, then one line of JSON with the same figures. Without a CUDA device it says so and exits
-with 2; it never prints a time that it did not measure. Exit code 1: a numeric check failed.
+Cheap figures come first: the product's own times at every context before the first compiled peer. After
+7 minutes no further comparison starts; after 7:50 one that hangs (a compilation, say) is left behind and what
+was measured is printed. Prints tables, then one line of JSON with the same figures. Without a CUDA device it
+says so and exits with 2; it never prints a time that it did not measure. Exit code 1: a numeric check failed,
+or the script had to end itself.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +37,7 @@ from dflash_core.kernels.block_attention import block_attention, block_attention
 from dflash_core.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 TIME_LIMIT_SECONDS = 420.0  # a comparison that would start later is left out, and said to be
+HARD_LIMIT_SECONDS = 470.0  # the process ends itself here
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_ANCHORS = 32, 8, 128, 16, 512
 CONTEXTS = (2_048, 4_096, 8_192, 16_384, 32_768)
 WIDTH, VOCABULARY, NUM_POSITIONS = 4_096, 151_936, NUM_ANCHORS * (BLOCK_SIZE - 1)
@@ -178,8 +184,11 @@ def flex_inputs(tensors: list[Tensor]) -> list[Tensor]:
     return [x.transpose(0, 1)[None].contiguous() for x in rows]
 
 
-def flex_attention_step(context: int, *, new_mask: bool) -> Callable[[int], None]:
-    """The same attention: keys are [context ; all blocks], concatenated beforehand and not in the time."""
+def flex_attention_steps(context: int) -> dict[str, Callable[[int], None]]:
+    """The same attention, with a new mask in each step and with a fixed one; both share what is compiled.
+
+    Keys are [context ; all blocks], concatenated beforehand and not in the time.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend, make_mask = torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask)
@@ -207,37 +216,35 @@ def flex_attention_step(context: int, *, new_mask: bool) -> Callable[[int], None
     wanted = block_attention(*tensors, context_start_A=start, anchor_A=anchors)
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)  # both time the same computation
 
-    def step(i: int) -> None:
-        if new_mask:
-            anchors.copy_(all_anchors[i])
-        out = attend(q, k, v, block_mask=mask() if new_mask else fixed_mask, enable_gqa=True)
-        torch.autograd.grad(out, (q, k, v), dout)
+    def new_mask(i: int) -> None:
+        anchors.copy_(all_anchors[i])
+        torch.autograd.grad(attend(q, k, v, block_mask=mask(), enable_gqa=True), (q, k, v), dout)
 
-    return step
+    def mask_given(i: int) -> None:
+        torch.autograd.grad(attend(q, k, v, block_mask=fixed_mask, enable_gqa=True), (q, k, v), dout)
+
+    return {"flex_mask_given": mask_given, "flex": new_mask}  # the given mask is of the first anchors
 
 
-def attention_timings() -> list[dict[str, Any]]:
-    results = []
+def attention_timings(results: list[dict[str, Any]]) -> None:
+    """Fills `results`, one row a context."""
     for context in CONTEXTS:
-        if not time_left():
-            results.append({"context": context, "skipped": "out of time"})
-            continue
-        row: dict[str, Any] = {"context": context}
         pairs = statistics.mean(draw_anchors(context, s).sum().item() + 512 * 16 for s in range(3, 13))
-        row["product"] = measure(product_attention_step(context))
+        product = measure(product_attention_step(context))
         flops = 14 * HEAD_DIM * NUM_HEADS * BLOCK_SIZE * pairs  # 2 products forward, 5 in any backward
-        row["product"]["tflops"] = flops / row["product"]["ms"] / 1e9
-        for name, new_mask in (("flex", True), ("flex_mask_given", False)):
-            try:
-                row[name] = measure(flex_attention_step(context, new_mask=new_mask))
-            except Exception as error:  # a peer that does not run here is reported, not hidden
-                row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-        if "ms" in row["flex"]:
+        results.append({"context": context, "product": product | {"tflops": flops / product["ms"] / 1e9}})
+    for row in results:
+        if not time_left():
+            row["skipped"] = "out of time"
+            continue
+        try:
+            for name, step in flex_attention_steps(row["context"]).items():
+                row[name] = measure(step)
             row["speedup"] = row["flex"]["ms"] / row["product"]["ms"]
-        results.append(row)
-    return results
+        except Exception as error:  # a peer that does not run here is reported, not hidden
+            row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
 
 
 # ---- vocabulary loss
@@ -273,9 +280,9 @@ def loss_steps() -> dict[str, Callable[[int], None]]:
     return steps | {"Liger, no weights": liger}
 
 
-def loss_timings() -> list[dict[str, Any]]:
+def loss_timings(results: list[dict[str, Any]]) -> None:
+    """Fills `results`, one row a way."""
     logits_mb = NUM_POSITIONS * VOCABULARY * 2 / 2**20
-    results = []
     for name, step in loss_steps().items():
         if not time_left():
             results.append({"name": name, "skipped": "out of time"})
@@ -289,11 +296,42 @@ def loss_timings() -> list[dict[str, Any]]:
         flops = (6 if "soft" in name else 4) * NUM_POSITIONS * VOCABULARY * WIDTH
         share = found["peak_mb"] / logits_mb
         results.append({"name": name, **found, "share_of_logits": share, "tflops": flops / found["ms"] / 1e9})
-    return results
 
 
 def cell(entry: dict[str, Any] | None, key: str = "ms") -> str:
     return f"{entry[key]:>10.2f}" if entry and key in entry else f"{'-':>10}"
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """What was measured so far, then all of it as a line of JSON."""
+    for r in report["numerics"]:
+        verdict = "passed" if r["passed"] else "FAILED"
+        print(
+            f"{r['case']:<48} error {r['error']:.1e} of the largest, same bits {r['repeatable']}, {verdict}"
+        )
+    print(f"\n{'vocabulary loss':<24}{'ms':>10}{'TFLOP/s':>10}{'peak MB':>10}{'of logits':>10}")
+    for r in report["loss"]:
+        note = r.get("skipped") or r.get("failed") or ""
+        share = cell(r, "share_of_logits")
+        print(f"{r['name']:<24}{cell(r)}{cell(r, 'tflops')}{cell(r, 'peak_mb')}{share} {note}")
+    print(
+        f"\n{'context':>8}{'product ms':>12}{'TFLOP/s':>10}{'flex ms':>10}{'mask given':>11}{'speedup':>10}"
+    )
+    for r in report["attention"]:
+        product, flex, given = r.get("product"), r.get("flex"), r.get("flex_mask_given")
+        note = r.get("skipped") or r.get("failed") or ""
+        print(f"{r['context']:>8}  {cell(product)}{cell(product, 'tflops')}{cell(flex)} {cell(given)}"
+              f"{cell(r, 'speedup')} {note}")  # fmt: skip
+    if "ended" in report:
+        print(report["ended"])
+    print(json.dumps(report | {"seconds": round(time.monotonic() - STARTED, 1)}), flush=True)
+
+
+def give_up(report: dict[str, Any]) -> None:
+    """In a thread of its own when the hard limit is reached: print, and end whatever the main thread does."""
+    report |= {"passed": False, "ended": f"ended itself after {HARD_LIMIT_SECONDS:.0f} s"}
+    print_tables(report)
+    os._exit(1)
 
 
 def main() -> int:
@@ -303,34 +341,21 @@ def main() -> int:
     import triton
 
     name = torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}")
-    numerics = attention_numerics() + loss_numerics()
-    for r in numerics:
-        verdict = "passed" if r["passed"] else "FAILED"
-        print(
-            f"{r['case']:<48} error {r['error']:.1e} of the largest, same bits {r['repeatable']}, {verdict}"
-        )
-    loss = loss_timings()
-    print(f"\n{'vocabulary loss':<24}{'ms':>10}{'TFLOP/s':>10}{'peak MB':>10}{'of logits':>10}")
-    for r in loss:
-        note = r.get("skipped") or r.get("failed") or ""
-        share = cell(r, "share_of_logits")
-        print(f"{r['name']:<24}{cell(r)}{cell(r, 'tflops')}{cell(r, 'peak_mb')}{share} {note}")
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
+    report |= {"passed": False, "numerics": [], "loss": [], "attention": []}
+    watch = threading.Timer(HARD_LIMIT_SECONDS - (time.monotonic() - STARTED), give_up, [report])
+    watch.daemon = True
+    watch.start()
+    report["numerics"] += attention_numerics()
+    report["numerics"] += loss_numerics()
+    report["passed"] = all(r["passed"] for r in report["numerics"])
+    loss_timings(report["loss"])
     torch.cuda.empty_cache()
-    attention = attention_timings()
-    print(
-        f"\n{'context':>8}{'product ms':>12}{'TFLOP/s':>10}{'flex ms':>10}{'mask given':>11}{'speedup':>10}"
-    )
-    for r in attention:
-        product, flex, given = r.get("product"), r.get("flex"), r.get("flex_mask_given")
-        note = r.get("skipped") or (flex or {}).get("failed") or ""
-        print(f"{r['context']:>8}  {cell(product)}{cell(product, 'tflops')}{cell(flex)} {cell(given)}"
-              f"{cell(r, 'speedup')} {note}")  # fmt: skip
-    passed = all(r["passed"] for r in numerics)
-    print(json.dumps({"device": name, "torch": torch.__version__, "triton": triton.__version__,
-                      "passed": passed, "numerics": numerics, "loss": loss, "attention": attention,
-                      "seconds": round(time.monotonic() - STARTED, 1)}))  # fmt: skip
-    return 0 if passed else 1
+    attention_timings(report["attention"])
+    watch.cancel()
+    print_tables(report)
+    return 0 if report["passed"] else 1
 
 
 if __name__ == "__main__":

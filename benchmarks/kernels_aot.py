@@ -7,6 +7,7 @@ Triton ships.
 
     python -m benchmarks.kernels_aot           one configuration a kernel and chip (Qwen3-8B shapes, bf16)
     python -m benchmarks.kernels_aot --grid    head sizes, dtypes, block sizes, sliding window too
+    python -m benchmarks.kernels_aot --grid --chips 90 120    in parts
 
 Prints a table, then one line of JSON. Exit code 1 when shared memory does not fit, or when a configuration
 that must not spill does: bf16 and fp16 up to head size 128, and the vocabulary loss.
@@ -183,10 +184,13 @@ def main() -> int:
     parser.add_argument(
         "--grid", action="store_true", help="the full grid instead of one configuration a kernel and chip"
     )
+    parser.add_argument("--chips", type=int, nargs="+", default=list(SHARED_LIMIT_KB), choices=SHARED_LIMIT_KB,
+                        metavar="CHIP", help="of 80, 90, 100, 120")  # fmt: skip
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     start = time.perf_counter()
-    results = run(grid_jobs() if options.grid else default_jobs(), options.processes)
+    jobs = grid_jobs() if options.grid else default_jobs()
+    results = run([job for job in jobs if job.capability in options.chips], options.processes)
     passed = all(r["passed"] for r in results)
     print(json.dumps({"triton": triton.__version__, "passed": passed, "compiled": len(results),
                       "seconds": round(time.perf_counter() - start, 1), "results": results}))  # fmt: skip

@@ -23,8 +23,9 @@ _SHIFT = np.uint64(32)
 def eligible_positions(loss_mask: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Positions a with loss_mask[a] and loss_mask[a + 1], ascending, int32 [E].
 
-    The anchor is a token that the target wrote itself (its bonus token, when decoding), and the block has at
-    least one supervised token. Mask 0 1 1 0 1 1 1 0 -> 1, 4, 5. A sample's last position is never eligible.
+    As in decoding (z-lab/dflash, `dflash/model.py`), where a block opens at the last token that the target
+    chose itself: the anchor is a token of an answer, and the block has at least one supervised token. Trainers
+    differ here; this is our choice. Mask 0 1 1 0 1 1 1 0 -> 1, 4, 5. A sample's last position is never eligible.
     """
     supervised = np.asarray(loss_mask, dtype=bool)
     return np.flatnonzero(supervised[:-1] & supervised[1:]).astype(np.int32)

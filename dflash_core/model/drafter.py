@@ -96,7 +96,6 @@ def drafter_shape(
             "no data uses (never the padding or end token)"
         )
     heads = config.num_heads or target.num_attention_heads
-    target_head_dim = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     kv_heads = config.num_kv_heads or getattr(target, "num_key_value_heads", None) or heads
     return DrafterShape(
         hidden_size=target.hidden_size,
@@ -104,7 +103,7 @@ def drafter_shape(
         num_layers=config.num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=config.head_dim or target_head_dim,
+        head_dim=config.head_dim or head_size(target),
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
         target_layer_ids=tuple(target_layer_ids),
@@ -115,6 +114,11 @@ def drafter_shape(
         max_position_embeddings=int(getattr(target, "max_position_embeddings", 8192)),
         sliding_window=config.sliding_window,
     )
+
+
+def head_size(target: Any) -> int:
+    """Dimensions of a head of the target."""
+    return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
 
 
 def plain_rope_theta(target: Any) -> float:
@@ -128,6 +132,9 @@ def plain_rope_theta(target: Any) -> float:
     parameters = dict(getattr(target, "rope_parameters", None) or getattr(target, "rope_scaling", None) or {})
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     share = parameters.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", None))
+    share = getattr(target, "rotary_pct", None) if share is None else share  # its older name
+    if share is None and (rotated := getattr(target, "rotary_dim", None)) is not None:
+        share = rotated / head_size(target)  # said in dimensions
     theta = parameters.get("rope_theta", getattr(target, "rope_theta", None))
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UserError(

@@ -96,9 +96,10 @@ def supervised_slots(
 ) -> Tensor:
     """Which slots have a label, bool [A, K].
 
-    Slot 0 is the known anchor. From slot 1 on, supervision lasts until the first token that is not
-    supervised or the sample's end, and does not start again: no drafting across a user turn, none into the
-    next sample of a pack. Mask 0 1 1 1 0 1 | 1 1 (two samples), block size 4: anchor 1 -> slots 1, 2;
+    Slot 0 is the known anchor (arXiv 2602.06036, section 4). From slot 1 on, supervision lasts until the first
+    token that is not supervised or the sample's end, and does not start again: no drafting across a user turn,
+    none into the next sample of a pack. Where to stop is our choice: decoding never goes on behind an end of
+    turn. Mask 0 1 1 1 0 1 | 1 1 (two samples), block size 4: anchor 1 -> slots 1, 2;
     anchor 2 -> slot 1.
 
     With `agrees_T` (whether a row's token is what the target would have put there) supervision also ends

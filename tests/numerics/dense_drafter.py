@@ -79,6 +79,8 @@ def dense_loss(
             label[a, k] = (
                 token_ids[row] if objective.labels == "data" else (last_hidden[row - 1] @ head.T).argmax()
             )
+            if objective.stop_at_disagreement and label[a, k] != token_ids[row]:
+                break
     label_log_prob = log_prob.gather(-1, label[..., None])[..., 0]
     loss = -label_log_prob
     if objective.loss == "kl":

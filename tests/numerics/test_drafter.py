@@ -8,7 +8,7 @@ import torch
 
 from dflash_core.config import DrafterConfig, ObjectiveConfig, UserError
 from dflash_core.model.drafter import DFlashDrafter, drafter_shape
-from dflash_core.model.loss import block_embeddings, project_microbatch
+from dflash_core.model.loss import block_embeddings, project_microbatch, supervised_slots, target_labels
 from tests.numerics.dense_drafter import dense_hidden, dense_loss
 from tests.numerics.drafter_cases import (
     SHAPE,
@@ -26,6 +26,7 @@ OBJECTIVES = {
     "target argmax": ObjectiveConfig(labels="target", gamma=2.0),
     "kl": ObjectiveConfig(loss="kl", labels="target"),
     "kl dpace": ObjectiveConfig(loss="kl", weighting="dpace", dpace_alpha=0.2),
+    "stop at disagreement": ObjectiveConfig(labels="target", stop_at_disagreement=True, weighting="dpace"),
 }
 SHAPES = {
     "two layers": SHAPE,
@@ -52,6 +53,10 @@ def hidden_states(drafter, case, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_dense_reference(shape, objective, dtype):
     case, drafter = make_case(shape), make_drafter(shape)
+    if objective.stop_at_disagreement:  # the target agrees with every third token, and in a row of four
+        own = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
+        agrees = (torch.arange(len(own)) % 3 == 0) | ((torch.arange(len(own)) - 31).abs() < 3)
+        case.token_ids = torch.where(agrees & (own >= 0), own, case.token_ids)
     if dtype == torch.float64:
         case = case.double()
     sums = run(drafter, case, objective, max_draft_slots=5 * shape.block_size)
@@ -106,6 +111,22 @@ def test_runs_are_bit_equal():
         results.append((sums.loss_sum, gradients(drafter)))
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(results[0][1][k], v) for k, v in results[1][1].items())
+
+
+def test_only_the_rows_before_supervised_slots_are_read_of_the_last_hidden_state():
+    """Forward KL needs lm_head's input there alone: all other rows may hold anything."""
+    case, drafter = make_case(), make_drafter()
+    objective = ObjectiveConfig(loss="kl")
+    expected, expected_grads = run(drafter, case, objective), gradients(drafter)
+    ends = case.cu_seqlens[case.anchor_sample.long() + 1]
+    supervised_AK = supervised_slots(case.loss_mask, case.anchors, ends, block_size=4)
+    rows = case.anchors.long()[:, None] + torch.arange(4) - 1
+    unread = torch.ones(len(case.last_hidden), dtype=torch.bool)
+    unread[rows[supervised_AK]] = False
+    assert 10 < int(unread.sum()) < 30
+    case.last_hidden[unread] = torch.nan
+    assert_sums_close(run(drafter, case, objective), expected, 0.0)
+    assert_close(gradients(drafter), expected_grads, 0.0)
 
 
 def test_no_anchor_gives_zero_sums_and_zero_gradients():
@@ -262,6 +283,8 @@ def test_shape_follows_the_target_and_the_config():
     own = DrafterConfig(mask_token_id=3, num_heads=8, num_kv_heads=1, head_dim=16, intermediate_size=10)
     shape = drafter_shape(target_config(), own, (1,))
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (8, 1, 16, 10)
+    whole = target_config(rotary_dim=8, rotary_pct=1.0)
+    assert drafter_shape(whole, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 1e5
     old = target_config(rope_parameters=None, rope_theta=500_000.0, rope_scaling=None)
     assert drafter_shape(old, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 500_000.0
 
@@ -288,6 +311,8 @@ def test_shape_follows_the_target_and_the_config():
             "partial_rotary_factor is 0.25",
         ),
         ({"partial_rotary_factor": 0.5}, {}, (1,), "partial_rotary_factor is 0.5"),
+        ({"rotary_pct": 0.25}, {}, (1,), "partial_rotary_factor is 0.25"),
+        ({"rotary_dim": 4}, {}, (1,), "partial_rotary_factor is 0.5"),  # of a head of 8
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, (1,), "differs between layers"),
         ({"rope_parameters": {}}, {}, (1,), "no rope_theta"),
         ({}, {"mask_token_id": None}, (1,), "drafter.mask_token_id: not set"),

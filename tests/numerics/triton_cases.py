@@ -66,6 +66,8 @@ ATTENTION_CASES = {
     "many samples": case(
         [9 * i for i in range(12)], [9 * i + i % 10 for i in range(12)], K=4, N=1, G=1, H=16, T=109
     ),
+    # the longest block: its 32 slots, of two heads each, are a tile of context rows and two of queries
+    "blocks of 32": case([0, 0, 30], [5, 20, 41], K=32, N=2, G=1, H=64, T=43),
     # an unmasked middle, masked ends, a tile of context rows shared by two samples
     "long": case([0] * 4 + [80] * 2, [3, 50, 68, 79, 81, 100], K=8, N=4, G=2, H=32, T=100),
 }

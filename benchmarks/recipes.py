@@ -1,0 +1,238 @@
+"""What a change of the training recipe gives: variations of one run, trained on the same captured states.
+
+    python -m flows.train_dflash quickstart                                  # once: data, plans and run.json
+    python -m benchmarks.recipes runs/quickstart/latest                      # every variation
+    python -m benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300
+
+Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with first
+weights and anchors of the seed. It is measured on the run's validation samples with every eligible position
+as an anchor: simulated acceptance length (1 + leading slots that are the target's own argmax) and loss, both
+with the weights and labels of the first variation, so that columns compare. The 95% interval draws samples
+(percentile bootstrap, means over the seeds); the difference to the first variation is paired by sample. What
+seeds do to training is not in the interval: their figures stand beside it.
+
+States are captured once into DIR (--captures), a few minutes on two cores; a variation of 300 steps of the
+quickstart takes about two. Prints a table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_core.config import ObjectiveConfig
+from dflash_core.model.drafter import DFlashDrafter, drafter_shape
+from dflash_core.model.loss import LossSums, TargetHeads
+from dflash_core.model.target import Target, resolve_dtype
+from dflash_core.training import setup
+from dflash_core.training.capture import Capture, FeatureSpec, TargetCapture, make_capture
+from dflash_core.training.feed import Schedule, build_microbatch, validation_rows
+from dflash_core.training.optim import Gradients, build_optimizer, learning_rate
+from dflash_core.training.validation import LossArguments, loss_of
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What differs from the run's own settings."""
+
+    objective: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    late_layer: bool = False  # layer 0 starts as the target's last captured layer, where shapes agree
+
+
+VARIATIONS = {
+    "decay": Variation(objective={"weighting": "decay"}),
+    "dpace": Variation(objective={"weighting": "dpace"}),
+    "dpace, alpha 0.8": Variation(objective={"weighting": "dpace", "dpace_alpha": 0.8}),
+    "kl": Variation(objective={"loss": "kl"}),
+    "labels of the data": Variation(objective={"labels": "data", "stop_at_disagreement": False}),
+    "no stop at disagreement": Variation(objective={"stop_at_disagreement": False}),
+    "late layer": Variation(late_layer=True),
+    "two layers": Variation(drafter={"num_layers": 2}),
+    "half the learning rate": Variation(optimizer={"lr": 0.001}),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all variations share."""
+
+    run: setup.Run
+    schedule: Schedule
+    target: Target
+    heads: TargetHeads
+    capture: Capture
+    validation: list[Any]  # (microbatch, features), one sample each, every eligible position an anchor
+    steps: int
+
+    def arguments(self, objective: ObjectiveConfig) -> LossArguments:
+        mask_token_id = self.run.config.drafter.mask_token_id
+        assert mask_token_id is not None
+        slots = self.run.config.training.max_draft_slots
+        return LossArguments(self.heads, objective, mask_token_id, slots, self.target.device)
+
+
+def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
+    """Capture (or find) the states of all samples; labels and last hidden states for every objective."""
+    config = run.config
+    schedule = Schedule(run.open_store(), run.plans, steps)
+    target_config = setup.load_target_config(run)
+    ids = setup.layer_ids(run, target_config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compute = resolve_dtype(config.target.compute_dtype, device)
+    feature = compute if config.target.feature_dtype == "auto" else resolve_dtype(config.target.feature_dtype)
+    target = Target.load(
+        run.target, layer_ids=ids, device=device, compute_dtype=compute, feature_dtype=feature
+    )
+    objective = replace(config.objective, labels="target", loss="kl")
+    width = target_config.get_text_config().hidden_size
+    spec = FeatureSpec.of(objective, layers=len(ids), width=width, feature_dtype=feature, compute=compute)
+    on_disk = replace(config.target, cache="disk")
+    fingerprint = setup.fingerprint(run.target)
+    capture, line = make_capture(target, on_disk, objective, schedule, spec, captures, fingerprint)
+    print(line, flush=True)
+    alone = TargetCapture(target, objective)
+    validation = []
+    for row in validation_rows(schedule.store, config.training.num_validation_samples):
+        microbatch = build_microbatch(
+            schedule.store, np.array([row], dtype=np.int32), 0, num_anchors=1 << 30, seed=0, epoch=0
+        )
+        validation.append((microbatch, alone(microbatch)))
+    dtype = resolve_dtype(config.training.compute_dtype, device)
+    heads = TargetHeads(target.embed_weight.to(dtype), target.head_weight.to(dtype))
+    return Bench(run, schedule, target, heads, capture, validation, schedule.total_steps)
+
+
+def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
+    """One drafter from its first weights to the end of the schedule."""
+    config, schedule = bench.run.config, bench.schedule
+    objective = replace(config.objective, **variation.objective)
+    optimizer_config = replace(config.optimizer, **variation.optimizer)
+    shape = drafter_shape(
+        bench.target.config, replace(config.drafter, **variation.drafter), tuple(bench.target.layer_ids)
+    )
+    drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed)).to(bench.target.device)
+    if variation.late_layer:
+        start_from_target_layer(drafter, bench.target)
+    gradients, optimizer = Gradients(drafter.parameters()), build_optimizer(drafter, optimizer_config)
+    same = bench.arguments(objective)
+    for step in range(bench.steps):
+        gradients.zero()
+        sums = LossSums.zeros(shape.block_size, bench.target.device)
+        epoch, local = schedule.locate(step)
+        first, end = schedule.plan(epoch).step_offsets[local : local + 2]
+        for number in range(int(first), int(end)):
+            rows, width = schedule.rows(epoch, number)
+            microbatch = build_microbatch(
+                schedule.store, rows, width, num_anchors=objective.num_anchors, seed=seed, epoch=epoch
+            )
+            sums = sums + loss_of(drafter, microbatch, bench.capture(microbatch), same, backward=True)
+        gradients.normalise(float(sums.weight_sum) or 1.0, optimizer_config.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, bench.steps, optimizer_config)
+        optimizer.step()
+    return drafter
+
+
+@torch.no_grad()
+def start_from_target_layer(drafter: DFlashDrafter, target: Target) -> None:
+    """Copy the target's last captured layer into the drafter's first, tensor by tensor where shapes agree."""
+    own, source = (
+        dict(layer.named_parameters())
+        for layer in (drafter.layers[0], list(target.layers)[target.layer_ids[-1]])
+    )
+    fitting = [name for name, p in own.items() if name in source and source[name].shape == p.shape]
+    assert "self_attn.q_proj.weight" in fitting, sorted(source)
+    for name in fitting:
+        own[name].copy_(source[name])
+
+
+def measure(bench: Bench, drafter: DFlashDrafter) -> tuple[np.ndarray, np.ndarray]:
+    """Accepted slots, blocks, weighted loss and weight of each validation sample [n, 4]; correct and
+    supervised slots by position [2, K]."""
+    objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
+    same, parts = bench.arguments(objective), []
+    for microbatch, features in bench.validation:
+        parts.append(loss_of(drafter, microbatch, features, same, backward=False))
+    fields = ("accepted_sum", "num_blocks", "loss_sum", "weight_sum")
+    samples = np.array([[float(getattr(s, name)) for name in fields] for s in parts])
+    total = sum(parts[1:], parts[0])
+    return samples, torch.stack([total.correct_K, total.count_K]).cpu().numpy()
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """2.5% and 97.5% quantiles."""
+    return [float(x) for x in np.quantile(values, [0.025, 0.975])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="directory of a run")
+    parser.add_argument("names", nargs="*", metavar="VARIATION", help=", ".join(VARIATIONS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=None, help="instead of all of the run's")
+    parser.add_argument("--captures", type=Path, default=None, help="default: the run's own place for states")
+    args = parser.parse_args()
+    names = args.names or list(VARIATIONS)
+    if unknown := [name for name in names if name not in VARIATIONS]:
+        parser.error(f"{unknown[0]!r} is no variation; allowed: {', '.join(VARIATIONS)}")
+    run = setup.Run.load(args.run / "run.json")
+    bench = prepare(run, args.captures or run.cache, args.steps)
+    weights = np.random.default_rng(0).multinomial(
+        len(bench.validation), np.full(len(bench.validation), 1 / len(bench.validation)), size=RESAMPLES
+    )
+    print(f"{bench.steps} steps, {len(bench.validation)} validation samples, {args.seeds} seed(s)")
+    print(f"{'':<26}{'acceptance':>11} {'95% interval':<18}{'to first':>9} {'95% interval':<20}{'loss':>7}"
+          f"{'s/step':>8}  by seed")  # fmt: skip
+    results: list[dict[str, Any]] = []
+    first = None
+    for name in names:
+        seconds, runs, correct = 0.0, [], np.zeros((2, run.config.drafter.block_size))
+        for seed in range(args.seeds):
+            started = time.monotonic()
+            drafter = train(bench, VARIATIONS[name], seed)
+            seconds += time.monotonic() - started
+            samples, positions = measure(bench, drafter)
+            runs.append(samples)
+            correct += positions
+        mean = np.mean(runs, axis=0)
+        accepted = 1 + weights @ mean[:, 0] / (weights @ mean[:, 1])
+        first = accepted if first is None else first
+        by_seed = [1 + float(r[:, 0].sum() / r[:, 1].sum()) for r in runs]
+        result = {
+            "variation": name,
+            "acceptance_length": 1 + float(mean[:, 0].sum() / mean[:, 1].sum()),
+            "interval": interval(accepted),
+            "difference_interval": interval(accepted - first),
+            "loss": float(mean[:, 2].sum() / mean[:, 3].sum()),
+            "accuracy_by_position": (correct[0] / np.maximum(correct[1], 1))[1:].round(4).tolist(),
+            "seconds_per_step": seconds / bench.steps / args.seeds,
+            "by_seed": by_seed,
+        }
+        results.append(result)
+        difference = result["acceptance_length"] - results[0]["acceptance_length"]
+        low, high = result["difference_interval"]
+        print(
+            f"{name:<26}{result['acceptance_length']:>11.4f} "
+            f"{'{:.4f} to {:.4f}'.format(*result['interval']):<18}{difference:>+9.4f} "
+            f"{f'{low:+.4f} to {high:+.4f}':<20}{result['loss']:>7.3f}{result['seconds_per_step']:>8.2f}  "
+            f"{' '.join(f'{x:.4f}' for x in by_seed)}",
+            flush=True,
+        )
+    print(json.dumps({"run": run.run_key, "steps": bench.steps, "seeds": args.seeds, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
