@@ -83,13 +83,29 @@ def block_attention(
 
 
 class _Tile(NamedTuple):
-    """Neighbouring blocks of one sample, and the context rows that any of them sees."""
+    """Neighbouring blocks of one sample, and the context rows that any of them sees.
+
+    Scores of a tile are [slots, columns]: the context rows, then the slots of the tile's blocks. What lies
+    between the two masks is seen by every slot, so a long context needs none:
+
+        columns      l | seen by all | r: rows from the first anchor on, own and other blocks
+    """
 
     blocks: slice
     rows: slice
-    hidden_MC: (
-        Tensor  # bool [blocks * K, rows + blocks * K]: what a slot does not see, its own block's columns last
+    hidden_left_Ml: (
+        Tensor  # bool, True where a slot does not see one of the first columns; l = 0 without a window
     )
+    hidden_right_Mr: Tensor  # the same of the last columns
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.hidden_right_Mr)
+
+    @property
+    def num_scores(self) -> int:
+        """Of one query head."""
+        return self.num_slots * (self.rows.stop - self.rows.start + self.num_slots)
 
 
 def _tiles(
@@ -106,19 +122,34 @@ def _tiles(
             and anchors[end] - anchors[begin] <= reach
         ):
             end += 1
-        blocks = slice(begin, end)
-        first = start if sliding_window is None else max(start, anchors[begin] + 1 - sliding_window)
-        rows = slice(min(first, anchors[begin]), anchors[end - 1])
-        context = context_mask(
-            context_start_A[blocks] - rows.start,
-            anchor_A[blocks] - rows.start,
-            num_rows=rows.stop - rows.start,
-            block_size=block_size,
-            sliding_window=sliding_window,
+        blocks, rows, left = slice(begin, end), slice(start, anchors[end - 1]), 0
+        if sliding_window is not None:
+            first = max(start, anchors[begin] + 1 - sliding_window)  # that the first slot sees
+            rows = slice(min(first, anchors[begin]), anchors[end - 1])
+            all_see = max(start, anchors[end - 1] + block_size - sliding_window)
+            left = min(all_see, anchors[begin]) - rows.start
+        num_slots = (end - begin) * block_size
+
+        def hidden(
+            first_row: int, num_rows: int, blocks: slice = blocks, num_slots: int = num_slots
+        ) -> Tensor:
+            seen_AKr = context_mask(
+                context_start_A[blocks] - first_row,
+                anchor_A[blocks] - first_row,
+                num_rows=num_rows,
+                block_size=block_size,
+                sliding_window=sliding_window,
+            )
+            return ~seen_AKr.view(num_slots, num_rows)
+
+        own = torch.arange(num_slots) // block_size
+        right = hidden(anchors[begin], anchors[end - 1] - anchors[begin])
+        yield _Tile(
+            blocks,
+            rows,
+            hidden(rows.start, left),
+            torch.cat([right, own[:, None] != own], dim=1),
         )
-        own = torch.eye(end - begin, dtype=torch.bool).repeat_interleave(block_size, 0)
-        own = own.repeat_interleave(block_size, 1)
-        yield _Tile(blocks, rows, ~torch.cat([context.flatten(0, 1), own], dim=1))
         begin = end
 
 
@@ -135,7 +166,7 @@ def _tile_queries(x_AKNH: Tensor, tile: _Tile, num_kv_heads: int, dtype: torch.d
 
 def _score_buffer(tiles: list[_Tile], x_AKNH: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory for the scores of the largest tile, used by all: fresh memory costs more than the products."""
-    return torch.empty(x_AKNH.shape[2] * max((t.hidden_MC.numel() for t in tiles), default=0), dtype=dtype)
+    return torch.empty(x_AKNH.shape[2] * max((t.num_scores for t in tiles), default=0), dtype=dtype)
 
 
 def _scores(a: Tensor, b: Tensor, buffer: Tensor) -> Tensor:
@@ -147,7 +178,10 @@ def _scores(a: Tensor, b: Tensor, buffer: Tensor) -> Tensor:
 def _tile_probabilities(q: Tensor, k: Tensor, tile: _Tile, buffer: Tensor) -> Tensor:
     """softmax of the visible scores, [G, (N / G) * M, C]."""
     scores = _scores(q, k, buffer)
-    scores.unflatten(1, (-1, len(tile.hidden_MC))).masked_fill_(tile.hidden_MC, -torch.inf)
+    by_head = scores.unflatten(1, (-1, tile.num_slots))
+    num_left, num_right = tile.hidden_left_Ml.shape[1], tile.hidden_right_Mr.shape[1]
+    by_head[..., :num_left].masked_fill_(tile.hidden_left_Ml, -torch.inf)
+    by_head[..., -num_right:].masked_fill_(tile.hidden_right_Mr, -torch.inf)
     return torch.softmax(scores, dim=-1, out=scores)
 
 
@@ -232,7 +266,7 @@ class _TiledAttention(torch.autograd.Function):
 
 def _scatter_queries(out_AKNH: Tensor, x: Tensor, tile: _Tile) -> None:
     """Undo `_tile_queries` into the tile's blocks of `out_AKNH`."""
-    x = x.unflatten(1, (-1, len(tile.hidden_MC))).permute(2, 0, 1, 3).flatten(1, 2)
+    x = x.unflatten(1, (-1, tile.num_slots)).permute(2, 0, 1, 3).flatten(1, 2)
     out_AKNH[tile.blocks] = x.unflatten(0, (-1, out_AKNH.shape[1])).to(out_AKNH.dtype)
 
 

@@ -103,11 +103,17 @@ def test_work_follows_the_visible_context():
     anchors = [start + 8 * (i % 64) for i, start in enumerate(starts)]
     start_A, anchor_A = torch.tensor(starts), torch.tensor(anchors)
     for window in (None, 64):
-        computed = sum(t.hidden_MC.numel() for t in module._tiles(start_A, anchor_A, 8, window))
-        visible = sum(int((~t.hidden_MC).sum()) for t in module._tiles(start_A, anchor_A, 8, window))
+        tiles = list(module._tiles(start_A, anchor_A, 8, window))
+        computed = sum(t.num_scores for t in tiles)
+        masks = [mask for t in tiles for mask in (t.hidden_left_Ml, t.hidden_right_Mr)]
+        visible = computed - sum(int(mask.sum()) for mask in masks)
         context = sum(a - s if window is None else min(a - s, window) for s, a in zip(starts, anchors))
         assert visible <= 8 * (context + 8 * 256)
         assert computed < (1.5 if window is None else 3) * visible  # a dense mask would be 15 and 60 times
+    # eight blocks far into a sample: masks cover 7 x 8 rows between the anchors and 64 own slots, not the context
+    (far,) = module._tiles(torch.zeros(8).int(), torch.arange(20_000, 20_064, 8), 8, None)
+    assert (far.hidden_left_Ml.shape, far.hidden_right_Mr.shape) == ((64, 0), (64, 56 + 64))
+    assert far.num_scores == 64 * (20_056 + 64)
 
 
 def test_rows_that_nobody_sees_may_hold_anything():
