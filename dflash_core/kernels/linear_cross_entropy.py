@@ -83,6 +83,7 @@ class _TiledLoss(torch.autograd.Function):
             hidden, labels = hidden_PD[rows], labels_P[rows]
             label_head = head_VD[labels]
             label_logit = (hidden.to(accumulate) * label_head.to(accumulate)).sum(-1)
+            label_logit = label_logit.to(hidden.dtype).to(accumulate)  # rounded as in the scan: p <= 1
             mean_head = None if grad_PD is None else grad_PD[rows]
             log_sum, best = _scan_vocabulary(hidden, head_VD, mean_head)
             log_prob_P[rows] = label_logit - log_sum

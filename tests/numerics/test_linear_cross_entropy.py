@@ -123,6 +123,14 @@ def test_bfloat16_inputs(tiles):
     assert (grad.double() - expected_grad).abs().max() <= 0.02 * expected_grad.abs().max()
 
 
+def test_bfloat16_probabilities_stay_below_one():
+    """Logit 16 + 1/32, which the product rounds to 16: the label's own logit is not compared unrounded."""
+    hidden = torch.ones(1, 2, dtype=torch.bfloat16)
+    head = torch.tensor([[16.0, 1 / 32], [0.0, 0.0]], dtype=torch.bfloat16)
+    loss, log_prob, correct = linear_cross_entropy(hidden, head, torch.tensor([0]))
+    assert -1e-6 < log_prob.item() <= 0 and loss.item() == -log_prob.item() and correct.item()
+
+
 def test_head_is_frozen_and_evaluation_needs_no_gradient():
     (hidden, head, labels), _ = inputs()
     head.requires_grad_()
