@@ -71,7 +71,8 @@ def attention_job(
 ) -> Job:
     """A kernel of block attention with the tiles that a launch on that chip would use."""
     torch_dtype = DTYPES[dtype]
-    shape = block_attention_triton.tiles(kernel, head_dim, torch_dtype.itemsize, capability)
+    name = "backward_slots" if own else kernel
+    shape = block_attention_triton.tiles(name, head_dim, torch_dtype.itemsize, capability)
     constants = {"G": groups, "R": heads_a_group, "K": block_size, "WINDOW": window}
     constants |= {"TILE_ROWS": shape.rows, "TILE_KEYS": shape.keys}
     constants |= block_attention_triton.launch_constants(head_dim, torch_dtype)

@@ -45,11 +45,15 @@ _TILES = {
     ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
     ("backward_keys", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
+    # the same kernel for a block's own slots: every tile is masked, which costs registers
+    ("backward_slots", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+    ("backward_slots", 128): (Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
+    ("backward_slots", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
 }
 
 
 def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
-    """Tiles of "forward", "backward_queries" or "backward_keys", for head_dim up to 256.
+    """Tiles of "forward", "backward_queries", "backward_keys" or "backward_slots", for head_dim up to 256.
 
     Args:
         itemsize: bytes of an input element. float32 products run on ordinary cores in small
@@ -128,13 +132,17 @@ class _BlockAttention(torch.autograd.Function):
             q, k_ctx, v_ctx, k_blk, v_blk, context_start, anchor, out, lse, dout, dq, delta,
             num_blocks, scale, scale * LOG2_E, **constants, **_launch(shape),
         )  # fmt: skip
-        shape = tiles("backward_keys", head_dim, q.element_size(), _capability(q))
+        tiles_of = [
+            tiles(name, head_dim, q.element_size(), _capability(q))
+            for name in ("backward_keys", "backward_slots")
+        ]
         ranges = _block_ranges(
-            context_start, anchor, num_keys=k_ctx.shape[0], tile_keys=shape.keys, block_size=block_size,
-            window=constants["WINDOW"],
+            context_start, anchor, num_keys=k_ctx.shape[0], tile_keys=tiles_of[False].keys,
+            block_size=block_size, window=constants["WINDOW"],
         )  # fmt: skip
         gradients = []
         for own, k, v in ((False, k_ctx, v_ctx), (True, k_blk, v_blk)):
+            shape = tiles_of[own]
             dk, dv = torch.empty_like(k), torch.empty_like(v)
             num_keys = k.numel() // (groups * head_dim)
             if num_keys:
