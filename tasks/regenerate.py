@@ -19,7 +19,7 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
 
 @stage(
     "regenerate",
-    version=2,
+    version=3,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.model.generate"),
     locations=("where",),
     timeout_seconds=None,  # a large file takes days; requests have limits, and answers are kept

@@ -104,8 +104,26 @@ def build_report(
         },
         "validation": {"loss_first": _first(validation), "loss_last": _last(validation)},
         "evaluation": dict(evaluation),
+        "serve_check": _read_serve_check(Path(trained["run_dir"])),
         "mlflow_run_id": trained["mlflow_run_id"],
     }
+
+
+def _read_serve_check(run_dir: Path) -> dict[str, Any] | None:
+    """What `serve-check` has found for this run's drafter, if it ran."""
+    try:
+        return json.loads((run_dir / "serve_check.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def add_serve_check(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Puts the comparison with the engine into the run's report, where there is one."""
+    written = run_dir / "report.json"
+    if written.exists():
+        report = json.loads(written.read_text(encoding="utf-8")) | {"serve_check": dict(result)}
+        (run_dir / "report.md").write_text(to_markdown(report), encoding="utf-8")
+        write_json(written, report)
 
 
 def train_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +183,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{show(report['validation']['loss_first'])} -> {show(report['validation']['loss_last'])}",
         ),
         *evaluation_rows(evaluation),
+        *serving_rows(report.get("serve_check")),
         ("MLflow run", str(report["mlflow_run_id"])),
     ]
 
@@ -196,6 +215,16 @@ def acceptance_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
         for name, found in groups.items()
     ]
+
+
+def serving_rows(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What a report shows of a serve check; serve_check.md has the rest."""
+    if found is None:
+        return []
+    compared = found["comparison"]
+    lengths = f"{show(compared['engine_acceptance_length'])}, {show(compared['evaluator_acceptance_length'])}"
+    verdict = "agree" if found["passed"] else "; ".join(found["failures"])
+    return [(f"acceptance length in {found['engine']}, evaluator on the same text", f"{lengths}: {verdict}")]
 
 
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:

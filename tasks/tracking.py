@@ -326,6 +326,20 @@ def log_summary(
             client.log_artifact(run_id, str(path), where)
 
 
+def run_of_directory(config: RunConfig, directory: Path, name: str) -> str:
+    """The MLflow run that a directory's mlflow.json names; where there is none, a new one, ended and recorded."""
+    client, experiment_id = open_client(config)
+    recorded = directory / "mlflow.json"
+    with suppress(OSError, json.JSONDecodeError, KeyError):
+        run_id = str(json.loads(recorded.read_text(encoding="utf-8"))["run_id"])
+        if _exists(client, run_id):
+            return run_id
+    run_id = client.create_run(experiment_id, run_name=name).info.run_id
+    client.set_terminated(run_id, status="FINISHED")
+    recorded.write_text(json.dumps({"run_id": run_id, "experiment_id": experiment_id}) + "\n")
+    return str(run_id)
+
+
 def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict[str, str]) -> int:
     """Makes the run's artifact `drafter/` a version of a registered model, with the alias `current`.
 

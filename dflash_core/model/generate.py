@@ -1,4 +1,4 @@
-"""Answers of the target itself: conversations of similar length decoded together, greedily or by sampling."""
+"""Answers of the target itself: many conversations decoded together, greedily or by sampling."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import LENGTH, Answer, Request
 from dflash_core.data.chat import Rejection
 from dflash_core.model.acceptance import Generation
-from dflash_core.model.speculate import Prompt, Sampling, plain_decode
+from dflash_core.model.speculate import Prompt, Sampling, plain_answers
 from dflash_core.model.target import Target
 
 
 class BatchDecoder:
     """The local generator (see `dflash_core.data.answers.Generator`).
 
-    Batches hold prompts of similar length, longest first: what does not fit into memory shows at once. Random
-    numbers come from a stream named by the request's key, so an answer does not depend on its batch.
+    `batch_size` prompts are in work at a time, longest first: what does not fit into memory shows at once, and rows
+    beside each other are of similar length. An answer that is done makes room for the next prompt, and is told at
+    once. Random numbers come from a stream named by the request's key, so an answer does not depend on its company.
 
     Args:
         target: loaded, with any layer to capture.
@@ -30,7 +31,7 @@ class BatchDecoder:
     def __init__(
         self, target: Target, tokenizer: Any, config: RegenerateConfig, model: dict[str, str]
     ) -> None:
-        self.target, self.tokenizer, self.batch_size = target, tokenizer, config.batch_size
+        self.target, self.tokenizer = target, tokenizer
         self.sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -45,7 +46,7 @@ class BatchDecoder:
         }
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
-        """A batch at a time."""
+        """Answers as they get done; what is asked meanwhile comes in the next round."""
         limit = getattr(self.target.config, "max_position_embeddings", None)
         while pending:
             requests = sorted(pending, key=lambda request: len(request.token_ids), reverse=True)
@@ -58,13 +59,11 @@ class BatchDecoder:
                     continue
                 detail = f"{length} tokens and {self.sampling.max_new_tokens} new ones; positions: {limit}"
                 yield request, Rejection("prompt leaves no room for an answer", detail)
-            for first in range(0, len(fitting), self.batch_size):
-                batch = fitting[first : first + self.batch_size]
-                prompts = [Prompt(token_ids=tuple(request.token_ids)) for request in batch]
-                numbers = [int(request.key[:12], 16) for request in batch]
-                decoded = plain_decode(self.target, prompts, self.sampling, numbers=numbers)
-                for request, generation in zip(batch, decoded.generations, strict=True):
-                    yield request, self._answer(generation)
+            if fitting:
+                prompts = [Prompt(token_ids=tuple(request.token_ids)) for request in fitting]
+                numbers = [int(request.key[:12], 16) for request in fitting]
+                for i, generation in plain_answers(self.target, prompts, self.sampling, numbers=numbers):
+                    yield fitting[i], self._answer(generation)
 
     def _answer(self, generation: Generation) -> Answer:
         """Tokens as text; a character of which the limit cut off the rest is left out."""

@@ -18,13 +18,14 @@ and values are projected once for each position and kept by layer.
 Random numbers come from a stream of each prompt's own, so a prompt's answer does not depend on the batch it
 is in.
 
-Shape letters: B rows, K block size, S prompt positions, M cache slots, D width, V vocabulary, G key/value
+Shape letters: B rows, K block size, T packed prompt tokens, M cache slots, D width, V vocabulary, G key/value
 heads, H head dim.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ from dflash_core.config import UserError
 from dflash_core.model.acceptance import Generation, bfloat16_steps
 from dflash_core.model.drafter import DFlashDrafter
 from dflash_core.model.target import DecodeCache, Target
+from dflash_core.model.target_attention import move_rows
+
+MAX_PREFILL_TOKENS = 8192  # of prompts read in one forward pass, where there is more than one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 0.0  # 0: greedy
     seed: int = 0
-    batch_size: int = 1
+    batch_size: int = 1  # prompts in work at a time
 
 
 @dataclass
@@ -73,41 +77,45 @@ class Decoded:
 
 
 class DrafterContext:
-    """The drafter's view of accepted tokens: keys and values by layer, at the slot of their position."""
+    """The drafter's view of accepted tokens: keys and values by layer, at the slot of their row and position."""
 
     def __init__(self, drafter: DFlashDrafter, num_rows: int, num_slots: int, like: Tensor) -> None:
-        self.drafter, self.num_rows, self.num_slots = drafter, num_rows, num_slots
+        self.drafter, self.num_slots = drafter, num_slots
         shape = (num_rows * num_slots, drafter.shape.num_kv_heads, drafter.shape.head_dim)
         self.layers = [
             (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(drafter.shape.num_layers)
         ]
 
-    def append(self, features_BKF: Tensor, positions_BK: Tensor) -> None:
-        """Project and store features at their positions, rejected ones too: see the module's docstring."""
+    def append(self, features: Tensor, positions: Tensor, rows: Tensor | None = None) -> None:
+        """Project and store features at their positions, rejected ones too: see the module's docstring.
+
+        Args:
+            features, positions: [B, K, L * D] and [B, K], of rows 0..B-1; or packed, [T, L * D] and [T].
+            rows: [T] of packed ones.
+        """
         keys = self.layers[0][0]
-        context = self.drafter.project_context(features_BKF.flatten(0, 1).to(keys.dtype))
-        rows_B1 = torch.arange(self.num_rows, device=keys.device)[:, None] * self.num_slots
-        slots = (rows_B1 + positions_BK).flatten()
-        for stored, new in zip(self.layers, self.drafter.project_layers(context, positions_BK.flatten())):
-            for buffer, rows in zip(stored, new):
-                buffer[slots] = rows
+        if rows is None:
+            rows = torch.arange(len(positions), device=keys.device)[:, None]
+        context = self.drafter.project_context(features.flatten(0, -2).to(keys.dtype))
+        slots = (rows * self.num_slots + positions).flatten()
+        for stored, new in zip(self.layers, self.drafter.project_layers(context, positions.flatten())):
+            for buffer, states in zip(stored, new):
+                buffer[slots] = states
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop finished rows."""
-        kept = [
-            tuple(x.unflatten(0, (self.num_rows, self.num_slots))[rows].flatten(0, 1) for x in pair)
-            for pair in self.layers
-        ]
-        self.layers = [(k, v) for k, v in kept]
-        self.num_rows = len(rows)
+        """Drop finished rows, see `DecodeCache.keep_rows`."""
+        for pair in self.layers:
+            for buffer in pair:
+                move_rows(buffer.unflatten(0, (-1, self.num_slots)), rows)
 
     def draft_logits(self, target: Target, anchor_tokens_B: Tensor, lengths_B: Tensor) -> Tensor:
         """Logits [B, K - 1, V] of the slots after anchors at positions `lengths_B`."""
         shape = self.drafter.shape
-        ids_BK = anchor_tokens_B.new_full((self.num_rows, shape.block_size), shape.mask_token_id)
+        num_rows = len(anchor_tokens_B)
+        ids_BK = anchor_tokens_B.new_full((num_rows, shape.block_size), shape.mask_token_id)
         ids_BK[:, 0] = anchor_tokens_B
         embeds_BKD = torch.nn.functional.embedding(ids_BK, target.embed_weight)
-        start_B = torch.arange(self.num_rows, device=ids_BK.device, dtype=torch.int32) * self.num_slots
+        start_B = torch.arange(num_rows, device=ids_BK.device, dtype=torch.int32) * self.num_slots
         hidden_BKD = self.drafter.forward_blocks(
             embeds_BKD, self.layers, context_start_A=start_B, anchor_A=start_B + lengths_B.int()
         )
@@ -115,7 +123,14 @@ class DrafterContext:
 
 
 class _Rows:
-    """The unfinished rows of a batch: their answers, lengths and random streams."""
+    """Prompts on their way through at most `num_rows` rows of a cache: those that wait, those being answered.
+
+    A row whose answer is complete takes the next waiting prompt at once, so that steps stay full while prompts
+    are left. Live rows are 0..B-1: the last ones move into the places that come free.
+
+    Args:
+        margin: slots beyond the last new token that a verification may write.
+    """
 
     def __init__(
         self,
@@ -125,58 +140,96 @@ class _Rows:
         sampling: Sampling,
         margin: int,
     ) -> None:
-        self.target, self.sampling = target, sampling
+        self.target, self.prompts, self.sampling = target, prompts, sampling
         self.generations = [Generation() for _ in prompts]
-        self.live = list(range(len(prompts)))
+        self.waiting = deque(range(len(prompts)))
+        self.live: list[int] = []  # prompt in each row
+        self.finished: list[int] = []  # prompts that are done, in the order in which they got done
         self.streams = [
             np.random.Generator(np.random.Philox(key=[sampling.seed, number])) for number in numbers
         ]
-        lengths = [len(p.token_ids) for p in prompts]
-        self.num_slots = max(lengths) + sampling.max_new_tokens + margin
-        self.cache = DecodeCache(self.num_slots)
-        self.lengths_B = torch.tensor(lengths, device=target.device)
-        tokens = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
-        for row, prompt in zip(tokens, prompts):
-            row[: len(prompt.token_ids)] = prompt.token_ids
-        self.prompt_ids_BS = torch.as_tensor(tokens, device=target.device)
+        self.num_rows = min(sampling.batch_size, len(prompts))
+        self.num_slots = max(len(p.token_ids) for p in prompts) + sampling.max_new_tokens + margin
+        self.cache = DecodeCache(self.num_rows, self.num_slots)
+        self.lengths_B = torch.zeros(0, dtype=torch.int64, device=target.device)
+        self.anchors_B = self.lengths_B
 
-    def prefill(self) -> tuple[Tensor, Tensor]:
-        """Read the prompts; returns features [B, S, L * D] and their positions.
+    def refill(self, context: DrafterContext | None = None) -> bool:
+        """Drop finished rows and read waiting prompts into the free ones; False when no row is left."""
+        while True:
+            kept = self._drop_finished()
+            if kept is not None and context is not None:
+                context.keep_rows(kept)
+            read = self._admit()
+            if read is None:
+                return bool(self.live)
+            if context is not None:
+                context.append(*read)
 
-        Rows are padded on the right: what is written for padding lies above a row's length.
-        """
-        size = self.prompt_ids_BS.shape
-        positions_BS = torch.arange(size[1], device=self.target.device).expand(size)
-        hidden_BSD, features = self.target.decode(self.prompt_ids_BS, self.cache, positions_BS)
-        last_BD = hidden_BSD[torch.arange(size[0], device=hidden_BSD.device), self.lengths_B - 1]
-        self.choose(self.target.logits(last_BD))
-        return features, positions_BS
+    def _admit(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Read prompts, packed: features [T, L * D], positions [T], rows [T]; None when none can come in."""
+        new: list[int] = []
+        num_tokens = 0
+        while self.waiting and len(self.live) + len(new) < self.num_rows:
+            num_tokens += len(self.prompts[self.waiting[0]].token_ids)
+            if new and num_tokens > MAX_PREFILL_TOKENS:
+                break
+            new.append(self.waiting.popleft())
+        if not new:
+            return None
+        tokens = np.concatenate([np.asarray(self.prompts[i].token_ids, dtype=np.int64) for i in new])
+        lengths = torch.tensor([len(self.prompts[i].token_ids) for i in new])
+        bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        first, device = len(self.live), self.target.device
+        hidden_TD, features, rows_T, positions_T = self.target.prefill(
+            torch.as_tensor(tokens, device=device), bounds, self.cache, first
+        )
+        self.live += new
+        self.lengths_B = torch.cat([self.lengths_B, lengths.to(device)])
+        self.choose(self.target.logits(hidden_TD[(bounds[1:] - 1).to(device)]), first)
+        return features, positions_T, rows_T
 
-    def choose(self, logits_BV: Tensor) -> None:
-        """The target's own next token of each live row becomes its anchor."""
+    def choose(self, logits_BV: Tensor, first: int = 0) -> None:
+        """The target's own next token of each row from `first` on becomes its anchor."""
+        live = self.live[first:]
         if self.sampling.temperature:
-            tokens_B = sample(probabilities(logits_BV, self.sampling.temperature), self.uniforms(1)[:, 0])
+            weights_BV = probabilities(logits_BV, self.sampling.temperature)
+            tokens_B = sample(weights_BV, self.uniforms(1, first)[:, 0])
         else:
             top = logits_BV.float().topk(2, dim=-1)
             tokens_B = top.indices[:, 0]
-            for i, margin in zip(self.live, bfloat16_steps(*top.values.cpu().numpy().T)):
+            for i, margin in zip(live, bfloat16_steps(*top.values.cpu().numpy().T)):
                 self.generations[i].margins.append(float(margin))
-        self.anchors_B = tokens_B
-        for i, token in zip(self.live, tokens_B.tolist()):
+        self.anchors_B = torch.cat([self.anchors_B[:first], tokens_B])
+        for i, token in zip(live, tokens_B.tolist()):
             self.generations[i].first(token, limit=self.sampling.max_new_tokens, eos_ids=self.target.eos_ids)
 
-    def uniforms(self, count: int) -> Tensor:
+    def take(self, drafts_Bk: Tensor, accepted_B: Tensor, bonus_B: Tensor) -> None:
+        """Record a verification of each live row; the bonus becomes the anchor."""
+        steps = zip(self.live, drafts_Bk.tolist(), accepted_B.tolist(), bonus_B.tolist())
+        for i, drafts, count, bonus in steps:
+            self.generations[i].take(
+                drafts[:count],
+                bonus,
+                num_drafted=len(drafts),
+                limit=self.sampling.max_new_tokens,
+                eos_ids=self.target.eos_ids,
+            )
+        self.lengths_B, self.anchors_B = self.lengths_B + accepted_B + 1, bonus_B
+
+    def uniforms(self, count: int, first: int = 0) -> Tensor:
         """[B, count] numbers in [0, 1), each row from its prompt's own stream."""
-        drawn = np.stack([self.streams[i].random(count) for i in self.live])
+        drawn = np.stack([self.streams[i].random(count) for i in self.live[first:]])
         return torch.as_tensor(drawn, device=self.target.device)
 
-    def drop_finished(self) -> Tensor | None:
-        """Rows that go on, when some do not; None when nothing changes."""
-        keep = [row for row, i in enumerate(self.live) if not self.generations[i].finished]
-        if len(keep) == len(self.live):
+    def _drop_finished(self) -> Tensor | None:
+        """Rows that go on, when some do not; None when nothing changes. See `DecodeCache.keep_rows`."""
+        places = rows_that_go_on([not self.generations[i].finished for i in self.live])
+        if len(places) == len(self.live):
             return None
-        self.live = [self.live[row] for row in keep]
-        rows = torch.tensor(keep, dtype=torch.int64, device=self.target.device)
+        self.finished += [i for i in self.live if self.generations[i].finished]
+        self.live = [self.live[row] for row in places]
+        rows = torch.tensor(places, dtype=torch.int64, device=self.target.device)
         self.lengths_B, self.anchors_B = self.lengths_B[rows], self.anchors_B[rows]
         self.cache.keep_rows(rows)
         return rows
@@ -190,19 +243,32 @@ def plain_decode(
 
     `numbers` are those of the prompts where these are a part of more: they name the random streams.
     """
-    started, generations = time.perf_counter(), []
-    for batch, batch_numbers in _batches(prompts, numbers, sampling.batch_size):
-        rows = _Rows(target, batch, batch_numbers, sampling, margin=0)
-        rows.prefill()
-        rows.drop_finished()
-        while rows.live:
-            positions_B1 = rows.lengths_B[:, None]
-            hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, positions_B1)
-            rows.lengths_B = rows.lengths_B + 1
-            rows.choose(target.logits(hidden_B1D[:, 0]))
-            rows.drop_finished()
-        generations += rows.generations
-    return Decoded(generations, time.perf_counter() - started)
+    started = time.perf_counter()
+    found = dict(plain_answers(target, prompts, sampling, numbers=numbers))
+    return Decoded([found[i] for i in range(len(prompts))], time.perf_counter() - started)
+
+
+def plain_answers(
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, *, numbers: Sequence[int] | None = None
+) -> Iterator[tuple[int, Generation]]:
+    """`plain_decode`, prompt by prompt as answers get done: the prompt's place and its answer.
+
+    At most `batch_size` prompts are in work at a time; prompts are taken in their order.
+    """
+    rows = _Rows(target, prompts, range(len(prompts)) if numbers is None else numbers, sampling, margin=0)
+    told = 0
+    while True:
+        with torch.inference_mode():  # not around the yield: the consumer's code is none of this function's
+            goes_on = rows.refill()
+            if goes_on:
+                hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, rows.lengths_B[:, None])
+                rows.lengths_B = rows.lengths_B + 1
+                rows.choose(target.logits(hidden_B1D[:, 0]))
+        for i in rows.finished[told:]:
+            yield i, rows.generations[i]
+        told = len(rows.finished)
+        if not goes_on:
+            return
 
 
 @torch.inference_mode()
@@ -220,48 +286,31 @@ def speculative_decode(
         UserError: the drafter was trained for other layers, another width or another vocabulary.
     """
     check_pair(target, drafter)
-    block_size = drafter.shape.block_size
-    slots_K = torch.arange(block_size, device=target.device)
-    started, generations = time.perf_counter(), []
-    for batch, batch_numbers in _batches(prompts, numbers, sampling.batch_size):
-        rows = _Rows(target, batch, batch_numbers, sampling, margin=block_size)
-        features, positions = rows.prefill()
-        context = DrafterContext(drafter, len(rows.live), rows.num_slots, like=target.embed_weight)
-        context.append(features, positions)
-        if (kept := rows.drop_finished()) is not None:
-            context.keep_rows(kept)
-        while rows.live:
-            positions_BK = rows.lengths_B[:, None] + slots_K
-            draft_logits_BkV = context.draft_logits(target, rows.anchors_B, rows.lengths_B)
-            drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
-            block_BK = torch.cat([rows.anchors_B[:, None], drafts_Bk], dim=1)
-            hidden_BKD, features = target.decode(block_BK, rows.cache, positions_BK)
-            context.append(features, positions_BK)
-            accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
-            for i, drafts, count, bonus in zip(
-                rows.live, drafts_Bk.tolist(), accepted_B.tolist(), bonus_B.tolist()
-            ):
-                rows.generations[i].take(
-                    drafts[:count],
-                    bonus,
-                    num_drafted=block_size - 1,
-                    limit=sampling.max_new_tokens,
-                    eos_ids=target.eos_ids,
-                )
-            rows.lengths_B = rows.lengths_B + accepted_B + 1
-            rows.anchors_B = bonus_B
-            if (kept := rows.drop_finished()) is not None:
-                context.keep_rows(kept)
-        generations += rows.generations
-    return Decoded(generations, time.perf_counter() - started)
-
-
-def _batches(
-    prompts: Sequence[Prompt], numbers: Sequence[int] | None, batch_size: int
-) -> Iterator[tuple[Sequence[Prompt], Sequence[int]]]:
+    started = time.perf_counter()
     numbers = range(len(prompts)) if numbers is None else numbers
-    for first in range(0, len(prompts), batch_size):
-        yield prompts[first : first + batch_size], numbers[first : first + batch_size]
+    rows = _Rows(target, prompts, numbers, sampling, margin=drafter.shape.block_size)
+    slots_K = torch.arange(drafter.shape.block_size, device=target.device)
+    context = DrafterContext(drafter, rows.num_rows, rows.num_slots, like=target.embed_weight)
+    while rows.refill(context):
+        positions_BK = rows.lengths_B[:, None] + slots_K
+        draft_logits_BkV = context.draft_logits(target, rows.anchors_B, rows.lengths_B)
+        drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
+        block_BK = torch.cat([rows.anchors_B[:, None], drafts_Bk], dim=1)
+        hidden_BKD, features = target.decode(block_BK, rows.cache, positions_BK)
+        context.append(features, positions_BK)
+        accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
+        rows.take(drafts_Bk, accepted_B, bonus_B)
+    return Decoded(rows.generations, time.perf_counter() - started)
+
+
+def rows_that_go_on(goes_on: Sequence[bool]) -> list[int]:
+    """Which row each place takes: its own, or one from behind the last that stays (`DecodeCache.keep_rows`).
+
+    [True, False, True, True] -> [0, 3, 2]
+    """
+    keep = [row for row, yes in enumerate(goes_on) if yes]
+    behind = [row for row in keep if row >= len(keep)]
+    return [row if goes_on[row] else behind.pop() for row in range(len(keep))]
 
 
 def check_pair(target: Target, drafter: DFlashDrafter) -> None:
@@ -295,12 +344,11 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
     return drawn.clamp(max=weights.shape[-1] - 1)
 
 
-def accept_greedy(drafts_Bk: Tensor, target_logits_BKV: Tensor) -> tuple[Tensor, Tensor]:
-    """How many leading drafts are the target's own argmax, and its argmax after those: [B] each.
+def accept_greedy(drafts_Bk: Tensor, own_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many leading drafts are the target's own tokens, and its token after those: [B] each.
 
     Drafts 5 7 9 against the target's 5 7 4 8: two accepted, then 4.
     """
-    own_BK = target_logits_BKV.argmax(-1)
     accepted_B = (drafts_Bk == own_BK[:, :-1]).long().cumprod(dim=1).sum(dim=1)
     return accepted_B, own_BK.gather(1, accepted_B[:, None])[:, 0]
 
@@ -338,6 +386,6 @@ def _accept(
     logits_BKV: Tensor, drafts_Bk: Tensor, draft_probs: Tensor | None, rows: _Rows
 ) -> tuple[Tensor, Tensor]:
     if draft_probs is None:
-        return accept_greedy(drafts_Bk, logits_BKV)
+        return accept_greedy(drafts_Bk, logits_BKV.argmax(-1))
     target_probs = probabilities(logits_BKV, rows.sampling.temperature)
     return accept_sampled(drafts_Bk, draft_probs, target_probs, rows.uniforms(logits_BKV.shape[1]))

@@ -248,9 +248,7 @@ class Target:
             )
             ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
             positions, kwargs = torch.arange(width, device=self.device)[None], {}
-        features = torch.empty(
-            len(tokens_T), len(self.layer_ids) * self.width_D, dtype=self.feature_dtype, device=self.device
-        )
+        features = self._empty_features(len(tokens_T))
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
             hidden_TD = hidden.flatten(0, 1)
@@ -267,6 +265,44 @@ class Target:
         return Captured(features, last)
 
     @torch.inference_mode()
+    def prefill(
+        self, token_ids_T: torch.Tensor, cu_seqlens: torch.Tensor, cache: DecodeCache, first_row: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Read prompts, packed, into a cache: prompt i into row first_row + i, whatever was there.
+
+        Returns the states after the final norm [T, D], the features [T, L * D], and each token's row and position
+        [T].
+        """
+        bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        lengths = bounds.diff()
+        rows_T = torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+        positions_T = torch.arange(len(token_ids_T), device=self.device) - bounds.to(self.device)[rows_T]
+        on_device, longest = bounds.to(self.device), int(lengths.max())
+        features = self._empty_features(len(token_ids_T))
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            features[:, slot * self.width_D : (slot + 1) * self.width_D] = hidden[0].to(self.device)
+
+        rows_T = rows_T + first_row
+        cache.begin_packed(rows_T, positions_T)
+        with self._hooks(keep, stop_early=False):
+            out = self.decoder(
+                input_ids=token_ids_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                decode_cache=cache,
+                cu_seq_lens_q=on_device,
+                cu_seq_lens_k=on_device,
+                max_length_q=longest,
+                max_length_k=longest,
+            ).last_hidden_state
+        return out[0].to(self.device), features, rows_T, positions_T
+
+    def _empty_features(self, *shape: int) -> torch.Tensor:
+        width = len(self.layer_ids) * self.width_D
+        return torch.empty(*shape, width, dtype=self.feature_dtype, device=self.device)
+
+    @torch.inference_mode()
     def decode(
         self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,12 +312,7 @@ class Target:
 
         Positions may differ from row to row; see `DecodeCache` for what happens to rejected tokens.
         """
-        features = torch.empty(
-            *token_ids_BK.shape,
-            len(self.layer_ids) * self.width_D,
-            dtype=self.feature_dtype,
-            device=self.device,
-        )
+        features = self._empty_features(*token_ids_BK.shape)
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
             features[..., slot * self.width_D : (slot + 1) * self.width_D] = hidden.to(self.device)

@@ -8,7 +8,7 @@ cases:
   CUDA this is one `varlen_attn` call, elsewhere one SDPA call a sample, so the price is the sum of S^2, not
   T^2.
 * `decode_cache` given: a few new tokens a row, at explicit positions, over that row's cached keys
-  (`DecodeCache`).
+  (`DecodeCache`); with `cu_seq_lens_q` too, whole prompts, packed, whose keys are kept for later.
 * neither: rows are whole samples, padded on the right; causality alone keeps real tokens from seeing padding.
 
 Shape letters: B rows, N query heads, G key/value heads, H head dim, S sequence, T packed tokens, K new tokens
@@ -42,49 +42,76 @@ def _varlen_attn() -> Any:
 
 @dataclass
 class DecodeCache:
-    """Keys and values of every layer, addressed by position, for rows of different lengths.
+    """Keys and values of every layer, addressed by row and position, for rows of different lengths.
 
-    Slot p of a row holds the token at position p. A verification pass writes its whole block; what is then
-    rejected lies above the row's length, where no later query looks before it is overwritten, so nothing is
-    ever cropped.
+    Slot p of a row holds the token at position p. Prompts arrive packed, without padding, in any rows
+    (`begin_packed`); later tokens a few a row, in rows 0..B-1 (`begin`). A verification pass writes its whole
+    block; what is then rejected lies above the row's length, where no later query looks before it is overwritten,
+    so nothing is ever cropped, and a row that came free takes the next prompt. Buffers are made once, at their
+    full size.
     """
 
+    num_rows: int  # at most
     num_slots: int
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [rows * slots, G, H]
+
+    def begin_packed(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> None:
+        """Say which row and position each token of the coming packed forward has."""
+        self.written = rows_T * self.num_slots + positions_T
 
     def begin(self, positions_BK: torch.Tensor) -> None:
-        """Say where the tokens of the coming forward stand."""
+        """Say where the tokens of the coming forward stand, in rows 0..B-1."""
         self.positions_BK = positions_BK
         self.end = int(positions_BK.max()) + 1
         assert self.end <= self.num_slots, f"position {self.end - 1} in a cache of {self.num_slots} slots"
-        self.slots = torch.arange(self.end, device=positions_BK.device)
-        self.visible = self.slots <= positions_BK[:, None, :, None]  # [B, 1, K, slots]
+        rows_B1 = torch.arange(len(positions_BK), device=positions_BK.device)[:, None]
+        self.written = (rows_B1 * self.num_slots + positions_BK).flatten()
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
-    def update(
-        self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values; returns views [B, G, slots, H] over all that may be seen now."""
-        num_rows, num_groups, _, head_dim = key_BGKH.shape
+    def store(self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor) -> None:
+        """Store the new keys and values, packed ones as [1, G, T, H]."""
         if layer not in self.layers:
-            shape = (num_rows, num_groups, self.num_slots, head_dim)
             # zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN
-            values = value_BGKH.new_zeros((*shape[:3], value_BGKH.shape[3]))
-            self.layers[layer] = (key_BGKH.new_zeros(shape), values)
-        rows_B1 = torch.arange(num_rows, device=key_BGKH.device)[:, None]
-        keys, values = self.layers[layer]
-        keys[rows_B1, :, self.positions_BK] = key_BGKH.transpose(1, 2)
-        values[rows_B1, :, self.positions_BK] = value_BGKH.transpose(1, 2)
-        return keys[:, :, : self.end], values[:, :, : self.end]
+            self.layers[layer] = tuple(  # type: ignore[assignment]
+                x.new_zeros(self.num_rows * self.num_slots, x.shape[1], x.shape[3])
+                for x in (key_BGKH, value_BGKH)
+            )
+        for buffer, new in zip(self.layers[layer], (key_BGKH, value_BGKH)):
+            buffer.index_copy_(0, self.written, new.transpose(1, 2).flatten(0, 1))
 
-    def mask(self, window: int | None) -> torch.Tensor:
-        """What each new token sees of its row's slots, bool [B, 1, K, slots]."""
-        if window is None:
-            return self.visible
-        return self.visible & (self.slots > self.positions_BK[:, None, :, None] - window)
+    def visible(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [B, G, slots, H] over all that may be seen now."""
+        keys, values = (
+            x.unflatten(0, (-1, self.num_slots))[: len(self.positions_BK), : self.end].transpose(1, 2)
+            for x in self.layers[layer]
+        )
+        return keys, values
+
+    def mask(self, repeats: int, window: int | None) -> torch.Tensor:
+        """What each new token sees of its row's slots, bool [B, 1, repeats * K, slots]: the K tokens `repeats`
+        times over.
+        """
+        if (repeats, window) not in self._masks:
+            slots = torch.arange(self.end, device=self.positions_BK.device)
+            positions = self.positions_BK[:, None, :, None]
+            seen = slots <= positions
+            if window is not None:
+                seen &= slots > positions - window
+            self._masks[repeats, window] = seen.repeat(1, 1, repeats, 1)
+        return self._masks[repeats, window]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop finished rows."""
-        self.layers = {i: (k[rows], v[rows]) for i, (k, v) in self.layers.items()}
+        """Row i becomes what row rows[i] was; rows[i] is i, or a row behind the last that stays."""
+        for buffers in self.layers.values():
+            for buffer in buffers:
+                move_rows(buffer.unflatten(0, (-1, self.num_slots)), rows)
+
+
+def move_rows(buffer: torch.Tensor, rows: torch.Tensor) -> None:
+    """In place, buffer[i] = buffer[rows[i]] where the two differ."""
+    places = torch.arange(len(rows), device=rows.device)
+    moved = rows != places
+    buffer[places[moved]] = buffer[rows[moved]]
 
 
 def attention(
@@ -111,10 +138,9 @@ def attention(
                 f"target.name: attention with {name!r} is not supported; allowed: plain causal attention"
             )
     if decode_cache is not None:
-        key, value = decode_cache.update(module.layer_idx, key, value)  # type: ignore[arg-type]
-        mask, gqa = decode_cache.mask(sliding_window), query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=gqa)
-        return out.transpose(1, 2), None
+        decode_cache.store(module.layer_idx, key, value)  # type: ignore[arg-type]
+        if cu_seq_lens_q is None:
+            return _decode(query, decode_cache, module.layer_idx, scaling, sliding_window), None  # type: ignore[arg-type]
     if cu_seq_lens_q is None:
         return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
@@ -130,6 +156,23 @@ def attention(
         )
         out_1TNH[:, start:end] = out_1NSH.transpose(1, 2)
     return out_1TNH, None
+
+
+def _decode(
+    query_BNKH: torch.Tensor, cache: DecodeCache, layer: int, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """New tokens over their rows of the cache, [B, K, N, H].
+
+    Query heads that share a key head are laid side by side as more queries of it: the cache is read as it lies,
+    where grouped attention would copy it once a query head.
+    """
+    keys, values = cache.visible(layer)
+    num_groups, (_, num_heads, num_new, _) = keys.shape[1], query_BNKH.shape
+    repeats = num_heads // num_groups
+    query = query_BNKH.unflatten(1, (num_groups, repeats)).flatten(2, 3)  # [B, G, repeats * K, H]
+    mask = cache.mask(repeats, window)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, (repeats, num_new)).flatten(1, 2).transpose(1, 2)
 
 
 def _varlen_options(

@@ -17,16 +17,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dflash_core.config import DrafterConfig, ObjectiveConfig, UserError
+from dflash_core.model import replay as replaying
 from dflash_core.model import speculate
 from dflash_core.model.drafter import DFlashDrafter, drafter_shape
 from dflash_core.model.evaluate import evaluate
 from dflash_core.model.loss import TargetHeads, microbatch_loss
+from dflash_core.model.replay import replay
 from dflash_core.model.speculate import (
     DrafterContext,
     Prompt,
     Sampling,
     accept_greedy,
     accept_sampled,
+    plain_answers,
     plain_decode,
     speculative_decode,
 )
@@ -65,10 +68,15 @@ class KnowingContext(DrafterContext):
     order: Sequence[int]  # in which prompts are decoded
     started = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.prompts = list(self.order[KnowingContext.started : KnowingContext.started + self.num_rows])
-        KnowingContext.started += self.num_rows
+    def append(
+        self, features: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> None:
+        super().append(features, positions, rows)
+        if rows is not None:  # prompts that come in, in new rows behind those that are there
+            self.prompts = getattr(self, "prompts", [])
+            new = int(rows[-1]) + 1 - len(self.prompts)
+            self.prompts += self.order[KnowingContext.started : KnowingContext.started + new]
+            KnowingContext.started += new
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         super().keep_rows(rows)
@@ -92,8 +100,29 @@ def knowing(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kn
     long = plain_decode(target, PROMPTS, Sampling(max_new_tokens=40, batch_size=5))
     KnowingContext.answers = [g.token_ids for g in long.generations]
     KnowingContext.started, KnowingContext.order = 0, range(len(PROMPTS))
-    monkeypatch.setattr(speculate, "DrafterContext", KnowingContext)
+    for module in (speculate, replaying):
+        monkeypatch.setattr(module, "DrafterContext", KnowingContext)
     yield KnowingContext
+
+
+@pytest.mark.parametrize("prefill", [1, 10, 8192])
+def test_a_row_that_comes_free_takes_the_next_prompt(
+    target: Target, prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, five prompts whose answers end apart: each as if alone, told in the order in which they end."""
+    monkeypatch.setattr(speculate, "MAX_PREFILL_TOKENS", prefill)  # one prompt at a time, or as many as fit
+    whole = plain_decode(target, PROMPTS, Sampling(max_new_tokens=20)).generations
+    ends = tuple(g.token_ids[place] for g, place in zip(whole[:3], (2, 9, 5)))
+    monkeypatch.setattr(target, "eos_ids", ends)
+    expected = []
+    for generation in whole:
+        cut = next((i + 1 for i, token in enumerate(generation.token_ids) if token in ends), 20)
+        expected.append(generation.token_ids[:cut])
+    assert len({len(answer) for answer in expected}) > 2
+    told = list(plain_answers(target, PROMPTS, Sampling(max_new_tokens=20, batch_size=2)))
+    assert {i: g.token_ids for i, g in told} == dict(enumerate(expected))
+    first_two = sorted((0, 1), key=lambda i: len(expected[i]))
+    assert told[0][0] == first_two[0]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -140,7 +169,7 @@ def test_each_step_emits_the_right_drafts_and_one_more(
         assert generation.drafted == [min(BLOCK - 1, room - 1) for room in room_left]
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_an_end_token_inside_a_block_ends_the_answer(
     target: Target,
     drafter: DFlashDrafter,
@@ -178,8 +207,7 @@ def test_an_end_token_as_first_token_needs_no_step(
 
 def test_accept_greedy_by_hand() -> None:
     drafts = torch.tensor([[5, 7, 9], [1, 7, 4], [5, 7, 4]])
-    own = torch.nn.functional.one_hot(torch.tensor([[5, 7, 4, 8]] * 3), 10).float()
-    accepted, bonus = accept_greedy(drafts, own)
+    accepted, bonus = accept_greedy(drafts, torch.tensor([[5, 7, 4, 8]] * 3))
     assert accepted.tolist() == [2, 0, 3]
     assert bonus.tolist() == [4, 5, 8]
 
@@ -420,3 +448,55 @@ def test_the_real_target_decodes_as_transformers_generates(smollm2_dir: Path) ->
         ids = torch.tensor([prompt.token_ids])
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         assert generation.token_ids == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_replay_along_the_targets_own_answers_takes_the_steps_of_decoding(
+    target: Target, drafter: DFlashDrafter, knowing: type[KnowingContext], batch_size: int
+) -> None:
+    """Two drafts of three right in each step; only a last step may differ, for it counts in full."""
+    knowing.right = 2
+    given = [answer[:length] for answer, length in zip(knowing.answers, (12, 13, 9, 1, 11))]
+    knowing.order = [3, 2, 4, 0, 1]  # replay takes the shortest texts together
+    prompts = [prompt.token_ids for prompt in PROMPTS]
+    found = replay(target, drafter, prompts, given, batch_size=batch_size)
+    assert found == [[2] * 4, [2] * 4, [2] * 3, [], [2] * 4]  # 1 + 3 + 3 + 3 of 12, then two drafts more
+
+
+def test_replay_judges_drafts_by_the_given_text(
+    target: Target, drafter: DFlashDrafter, knowing: type[KnowingContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that the target would not write, with one of its end tokens inside: read to its end, all the same."""
+    rng = np.random.default_rng(5)
+    given = [rng.integers(4, 512, size=10).tolist() for _ in PROMPTS]
+    monkeypatch.setattr(target, "eos_ids", (given[0][4],))
+    knowing.answers, prompts = given, [prompt.token_ids for prompt in PROMPTS]
+    knowing.right = (
+        3  # 1 + 4 + 4 of 10, then the last token and what lies beyond: zeros, which the target refuses
+    )
+    assert replay(target, drafter, prompts, given, batch_size=2) == [[3, 3, 1]] * 5
+    knowing.started, knowing.right = 0, 0
+    assert replay(target, drafter, prompts, given, batch_size=2) == [[0] * 9] * 5
+
+
+def test_replay_drafts_what_decoding_drafts(target: Target) -> None:
+    """A drafter with opinions of its own, no oracle: where its drafts are the text, every one is accepted."""
+    drafter = make_drafter(target)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in drafter.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    text = list(PROMPTS[0].token_ids) + [7]  # the first new token belongs to no step
+    while (
+        len(text) < len(PROMPTS[0].token_ids) + 13
+    ):  # three blocks of what the drafter says, a bonus after each
+        features = target.capture(np.array(text), np.array([0, len(text)], dtype=np.int32)).features[:-1]
+        context = DrafterContext(drafter, 1, 64, like=target.embed_weight)
+        with torch.no_grad():
+            context.append(features[None], torch.arange(len(text) - 1)[None])
+            last = torch.tensor([text[-1]]), torch.tensor([len(text) - 1])
+            text += context.draft_logits(target, *last)[0].argmax(-1).tolist() + [9]
+    new = text[len(PROMPTS[0].token_ids) :]
+    assert replay(target, drafter, [PROMPTS[0].token_ids], [new]) == [[3, 3, 3]]
+    wrong = new.copy()
+    wrong[6] = (wrong[6] + 1) % 512  # the second draft of the second block; what follows starts from it
+    assert replay(target, drafter, [PROMPTS[0].token_ids], [wrong])[0][:2] == [3, 1]

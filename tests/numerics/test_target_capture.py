@@ -149,10 +149,16 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
     target = Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32")
     rng = np.random.default_rng(3)
     rows = [rng.integers(4, 512, size=14), rng.integers(4, 512, size=11)]
-    cache = DecodeCache(num_slots=32)
-    prompt = torch.as_tensor(np.stack([rows[0][:6], rows[1][:6]]))
-    target.decode(prompt, cache, torch.arange(6).expand(2, 6))
-    # row 0 goes on from position 6, row 1 from position 3: its slots 3 to 5 count as rejected
+    cache = DecodeCache(num_rows=2, num_slots=32)
+    prompts = [rows[0][:6], rows[1][:5]]
+    packed = torch.as_tensor(np.concatenate(prompts))
+    hidden_T, features_T, rows_T, positions_T = target.prefill(packed, torch.tensor([0, 6, 11]), cache)
+    assert rows_T.tolist() == [0] * 6 + [1] * 5
+    assert positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    alone = target.capture(packed, np.array([0, 6, 11], dtype=np.int32), want_last_hidden=True)
+    torch.testing.assert_close(features_T, alone.features)
+    torch.testing.assert_close(hidden_T, alone.last_hidden)
+    # row 0 goes on from position 6, row 1 from position 3: its slots 3 and 4 count as rejected
     starts = [6, 3]
     junk = torch.full((2, 5), 77)
     positions = torch.tensor([[s + k for k in range(5)] for s in starts])
