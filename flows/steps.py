@@ -351,7 +351,9 @@ def train_run(
             "dataset": {
                 "name": data_name(config.data.files),
                 "files": sorted(pointer["source"] for pointer in dataset.pointers),
-                "profile": report.dataset_figures(profile_pointer["stats"], dataset.pointers),
+                "profile": report.dataset_figures(
+                    profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
+                ),
             },
         },
         label=label or f"train {config.batching.strategy}",

@@ -19,7 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import RunConfig, UserError, from_dict
 from dflash_core.serving import agreement
 from dflash_core.serving.agreement import StepCounts
-from tasks import report, tracking
+from tasks import artifacts, report, tracking
 from tasks.stages import write_json
 
 SCRIPT = Path(agreement.__file__).with_name("vllm_engine.py")
@@ -292,7 +292,7 @@ def _write(result: dict[str, Any], config: RunConfig, out: Path, run_directory: 
     write_json(out / RESULT, result)
     (out / "serve_check.md").write_text(text, encoding="utf-8")
     create_markdown_artifact(
-        text, key=f"serve-check-{report.slug(config.deployment)}", description="engine against evaluator"
+        text, key=f"serve-check-{artifacts.slug(config.deployment)}", description="engine against evaluator"
     )
     if run_directory is not None:
         report.add_serve_check(Path(run_directory), result)

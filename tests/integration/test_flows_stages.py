@@ -186,6 +186,7 @@ def test_a_training_that_died_is_tried_again_and_goes_on(
     config = {"storage_root": str(tmp_path), "tracking": {"system_metrics": False}}
     inputs = {"shards": [], "plans": [], "target": "t", "dataset_digest": "d", "plan_digests": ["p"]}
     inputs |= {"target_fingerprint": "f", "total_steps": 3}
+    inputs |= {"dataset": {"name": "a", "files": ["a"], "profile": {"num_samples": 1}}}
     tries: list[bool] = []
     again = True
 
@@ -242,13 +243,15 @@ def test_mistakes_in_the_data_leave_nothing(
             rebucket(**merge(place, changes))
 
     (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "no answer"}]}\nnot json\n'
-    )
+    question = '{"messages": [{"role": "user", "content": "Why?"}'
+    (tmp_path / "prompts.jsonl").write_text(question + "]}\n")
+    (tmp_path / "bad.jsonl").write_text(question + ', {"role": "assistant"}]}\nnot json\n')
     (tmp_path / "empty.jsonl").write_text("")
     mistake("data.files: .*missing.jsonl. has no file", data={"files": [str(tmp_path / "missing.jsonl")]})
     mistake("data.files: .*empty", data={"files": [str(tmp_path / "empty")]})
-    mistake("no usable row", data={"files": [str(tmp_path / "bad.jsonl")]})
+    mistake("no usable row", data={"files": [str(tmp_path / "bad.jsonl")], "max_reject_share": 1.0})
+    mistake("2 of 2 rows of .*bad.jsonl", data={"files": [str(tmp_path / "bad.jsonl")]})
+    mistake("prompts.jsonl' holds prompts only", data={"files": [str(tmp_path / "prompts.jsonl")]})
     mistake("empty.jsonl", data={"files": [str(tmp_path / "empty.jsonl")]})
     mistake("batching.token_budget: 20 slots is less than", batching={"token_budget": 20})
     mistake("target.name: .*nowhere", target={"name": str(tmp_path / "nowhere")})
