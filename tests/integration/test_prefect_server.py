@@ -1,6 +1,7 @@
 """A real server, pool and worker on loopback: run, cancel, rerun, as `prefect` commands.
 
-Cancelling and resuming have passed; the machine that goes down and the outages have not been run to their end so far.
+An earlier form of the cancel test has passed. In its present form the file has not: its runs so far, on a machine under
+other load, ended at their time limits.
 """
 
 from __future__ import annotations
