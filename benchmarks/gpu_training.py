@@ -23,25 +23,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from tests.integration.flow_runs import flow_command, training_steps
 
 
 def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
-    settings = ["target.cache=none", "training.checkpoint_every_seconds=5", "training.validate_every=100000"]
-    settings += ["training.num_validation_samples=8", f"storage_root={json.dumps(str(root))}", *params]
-    command = [sys.executable, "-m", "flows.train_dflash", "smollm2"]
-    command += [part for setting in settings for part in ("--param", setting)]
+    settings = {
+        "target.cache": "none",
+        "training.checkpoint_every_seconds": 5,
+        "training.validate_every": 100_000,
+        "training.num_validation_samples": 8,
+        "storage_root": str(root),
+    }
+    command = flow_command("train_dflash", "smollm2", settings)
+    command += [part for setting in params for part in ("--param", setting)]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-
-
-def steps_of(root: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for path in root.glob("smollm2/latest/metrics.jsonl"):
-        found += [
-            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
-        ]
-    return [line for line in found if "perf/step_seconds" in line]
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float, log: Path) -> None:
@@ -61,14 +58,15 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         root, log = Path(directory), Path(directory) / "run.log"
+        run_dir = root / "smollm2" / "latest"
         process = start(root, args.param, log)
         give_up = time.monotonic() + 600
-        while not steps_of(root) and time.monotonic() < give_up:
+        while not training_steps(run_dir) and time.monotonic() < give_up:
             wait(process, 1, log)
         wait(process, args.seconds / 2, log)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        killed_at = steps_of(root)[-1]["step"]
+        killed_at = training_steps(run_dir)[-1]["step"]
         process = start(root, args.param, log)
         give_up = time.monotonic() + 600
         while "resuming from" not in log.read_text() and time.monotonic() < give_up:
@@ -76,7 +74,7 @@ def main() -> None:
         wait(process, args.seconds / 2, log)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        steps = steps_of(root)
+        steps = training_steps(run_dir)
         numbers = [line["step"] for line in steps]
         if numbers != list(range(1, len(numbers) + 1)):
             sys.exit(f"steps are missing or double after the resume: {numbers}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,47 +22,25 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tests.integration.flow_inputs import BASE, write_rows
+from tests.integration.flow_runs import BASE, small_flow, write_rows
 from tests.integration.operations import Operations
 from tests.tiny_target import make_tiny_target
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def run(place: Path, target: Path) -> tuple[float, str]:
-    settings: dict[str, Any] = {
-        **BASE,
-        "target": {"name": str(target)},
-        "data": {"files": ["data"], "min_validation_samples": 4, "limit": None},
-        "training": {**BASE["training"], "max_steps": 3},
-    }
-    given = [part for name, value in settings.items() for part in ("--param", f"{name}={json.dumps(value)}")]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.train_dflash", "quickstart", *given],
-        cwd=place,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return seconds, done.stderr
+SHORT = {"training": {"max_steps": 3}}
 
 
 def measure(num_files: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        target = make_tiny_target(place / "target")
+        make_tiny_target(place / "target")
         rng = random.Random(0)
         for number in range(num_files):
             write_rows(
                 place / "data" / f"{number:04d}.jsonl", max(2, 60 // num_files), seed=rng.randrange(1 << 30)
             )
-        first, _ = run(place, target)
-        second, errors = run(place, target)
+        first, _ = small_flow("train_dflash", place, SHORT)
+        second, errors = small_flow("train_dflash", place, SHORT)
         if "is finished and up to date, skipped" not in errors:
             sys.exit(f"the second run was not skipped:\n{errors}")
         return {"files": num_files, "first_seconds": first, "second_seconds": second}

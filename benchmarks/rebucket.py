@@ -11,40 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
 
-from tests.integration.flow_inputs import BASE, write_rows
+from tests.integration.flow_runs import small_flow, write_rows
 from tests.tiny_target import make_tiny_target
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def rebucket(place: Path) -> float:
-    settings: dict[str, Any] = {
-        **BASE,
-        "target": {"name": str(place / "target")},
-        "data": {"files": ["data"], "min_validation_samples": 4, "limit": None},
-    }
-    given = [part for name, value in settings.items() for part in ("--param", f"{name}={json.dumps(value)}")]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.rebucket", "quickstart", *given],
-        cwd=place,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return seconds
 
 
 def shard_times(place: Path) -> dict[str, int]:
@@ -69,7 +40,7 @@ def main() -> None:
         for what in (f"{args.files} files", "nothing changed", "one file more"):
             if what == "one file more":
                 write_rows(place / "data" / "more.jsonl", args.rows, seed=args.files)
-            seconds = rebucket(place)
+            seconds, _ = small_flow("rebucket", place)
             after = shard_times(place)
             written = sum(before.get(path) != moment for path, moment in after.items())
             rows.append({"what": what, "files_tokenised": written, "seconds": seconds})

@@ -23,25 +23,15 @@ from typing import Any
 import psutil
 
 from dflash_core.training.progress import MetricsFile
+from tests.integration.flow_runs import flow_command, training_steps
 
 
 def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
-    settings = [
-        "target.cache=none",
-        "training.validate_every=100000",
-        f"storage_root={json.dumps(str(root))}",
-    ]
-    command = [sys.executable, "-m", "flows.train_dflash", "quickstart"]
-    command += [part for setting in [*settings, *params] for part in ("--param", setting)]
+    settings = {"target.cache": "none", "training.validate_every": 100_000, "storage_root": str(root)}
+    command = flow_command("train_dflash", "quickstart", settings)
+    command += [part for setting in params for part in ("--param", setting)]
     with log.open("wb") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
-
-
-def steps_of(root: Path) -> list[dict[str, Any]]:
-    found = root / "quickstart" / "latest" / "metrics.jsonl"
-    text = found.read_text() if found.is_file() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if "perf/step_seconds" in line]
 
 
 def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
@@ -77,14 +67,19 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         root, log = Path(directory), Path(directory) / "run.log"
+        run_dir = root / "quickstart" / "latest"
         process = start(root, args.param, log)
-        while not steps_of(root):
+        while not training_steps(run_dir):
             if process.poll() is not None:
                 sys.exit(f"ended early with code {process.returncode}:\n{log.read_text()[-4000:]}")
             time.sleep(0.5)
-        before, started, first = cpu_seconds(process), time.monotonic(), len(steps_of(root))
+        before, started, first = (
+            cpu_seconds(process),
+            time.monotonic(),
+            len(training_steps(run_dir)),
+        )
         time.sleep(args.seconds)
-        steps = steps_of(root)[first:]
+        steps = training_steps(run_dir)[first:]
         spent, wall = cpu_seconds(process) - before, time.monotonic() - started
         process.terminate()
         process.wait(60)
@@ -93,7 +88,7 @@ def main() -> None:
             "step_seconds": wall / len(steps),
             "flow_cpu_share": spent / wall,
             "metrics_line_share": line_seconds(steps) * len(steps) / wall,
-            "steps_in_mlflow_share": points_in_mlflow(root) / len(steps_of(root)),
+            "steps_in_mlflow_share": points_in_mlflow(root) / len(training_steps(run_dir)),
         }
     for name, value in found.items():
         print(f"{name.replace('_', ' '):28}{value:,.5f}")

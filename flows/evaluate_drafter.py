@@ -20,10 +20,7 @@ from tasks import report
 @run_flow("evaluate-drafter")
 def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, object]:
     """Returns the evaluation."""
-    steps.check_options(options)
-    directory = steps.drafter_directory(config, options.drafter_path)
-    target = steps.prepare_target(config, options)
-    dataset = None if config.evaluation.prompts else steps.ingest_all(config, options, target)
+    directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
     report.print_table(
         f"{config.deployment}: {directory}",

@@ -33,10 +33,7 @@ from tasks import serve_check as checking
 @run_flow("serve-check")
 def serve_check(config: RunConfig, options: ServeCheckOptions) -> dict[str, object]:
     """Returns the comparison."""
-    steps.check_options(options)
-    directory = steps.drafter_directory(config, options.drafter_path)
-    target = steps.prepare_target(config, options)
-    dataset = None if config.evaluation.prompts else steps.ingest_all(config, options, target)
+    directory, target, dataset = steps.drafter_and_prompts(config, options)
     result = steps.serve_check(config, options, target, dataset, directory)
     report.print_table(f"{config.deployment}: {directory}", checking.summary_rows(result))
     return result

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from tests.integration.flow_inputs import BASE, write_rows
+from tests.integration.flow_runs import BASE, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.flow_inputs import BASE, write_rows
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.flow_runs import BASE, flow_command, flow_environment, write_rows
 
 
 class Place:
@@ -35,18 +32,10 @@ class Place:
             "data": {"files": ["a.jsonl"], "min_validation_samples": 4, "limit": None},
             "tracking": {"system_metrics": False},
         }
-        given = [f"{name}={json.dumps(value)}" for name, value in [*settings.items(), *sections.items()]]
-        return [
-            sys.executable,
-            "-m",
-            f"flows.{flow}",
-            "quickstart",
-            *(a for g in given for a in ("--param", g)),
-        ]
+        return flow_command(flow, "quickstart", settings, sections)
 
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
-        return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return flow_environment() | {"OMP_NUM_THREADS": "1"}
 
     def run(self, flow: str = "train_dflash", **sections: Any) -> subprocess.CompletedProcess:
         command = self.arguments(flow, **sections)

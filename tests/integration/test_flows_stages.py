@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dflash_core.config import UserError
-from tests.integration.flow_inputs import BASE, write_rows
+from tests.integration.flow_runs import BASE, write_rows
 
 ALL_PLANS = ["plan"] * 10  # five strategies, two epochs
 

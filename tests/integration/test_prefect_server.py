@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.flow_inputs import BASE
+from tests.integration.flow_runs import BASE
 from tests.integration.operations import ROOT, Operations, end_group, free_port, wait_until
 
 pytestmark = pytest.mark.long
