@@ -1,12 +1,13 @@
-"""The cost model against the machine: predicted and measured seconds of every strategy's microbatches.
+"""The cost model against the machine, and the strategies against each other, measured in turns.
 
-    python -m benchmarks.cost_model runs/compare-quickstart/latest              # about 9 minutes on two cores
-    python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 8
+    python -m benchmarks.cost_model runs/compare-quickstart/RUN                  # about ten minutes on two cores
+    python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 4 --rounds 3    # a sample of each plan
 
-Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times some
-microbatches, evenly spaced, capture and drafter forward and backward, while it calibrates the constants on others. All
-take turns, strategy after strategy, three rounds of everything, so that a machine whose speed drifts drifts under all.
-Prints predicted / measured (means of the rounds) for each strategy and each of the two parts, then one line of JSON.
+Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times the
+microbatches (all, or some at even distances), capture and drafter forward and backward, while it calibrates the
+constants on others. All take turns, strategy after strategy, so that a machine whose speed drifts drifts under all:
+`compare-strategies` trains one strategy after the other and can't. Prints real tokens/s, their ratio to `sorted`, and
+predicted / measured for each strategy and for each of the two parts, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run's directory, as the flows write it")
-    parser.add_argument("--microbatches", type=int, default=4, help="of each strategy")
+    parser.add_argument("--microbatches", type=int, help="of each strategy; default: all of the epoch")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each is timed; the mean counts")
     args = parser.parse_args()
     run = Run.load(args.run / "run.json")
     meter, config = Meter(run), run.config
@@ -45,39 +47,53 @@ def main() -> None:
     for strategy in STRATEGIES:
         batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
         plan = build_plan(lengths, batching, seed=config.training.seed, epoch=0, draft_slots=slots)
-        spaced = np.linspace(0, plan.num_microbatches, args.microbatches, endpoint=False, dtype=int)
+        count = min(args.microbatches or plan.num_microbatches, plan.num_microbatches)
+        spaced = np.linspace(0, plan.num_microbatches, count, endpoint=False, dtype=int)
         chosen[strategy] = [
             meter.build(rows[plan.order[plan.offsets[m] : plan.offsets[m + 1]]], int(plan.widths[m]))
-            for m in np.unique(spaced)
+            for m in spaced
         ]
-    turns = [
-        (strategy, microbatches[i])
-        for i in range(args.microbatches)
-        for strategy, microbatches in chosen.items()
-        if i < len(microbatches)
-    ]
-    between = [microbatch for _, microbatch in turns]
+    turns = sorted(
+        (
+            ((at + 0.5) / len(own), strategy, m)
+            for strategy, own in chosen.items()
+            for at, m in enumerate(own)
+        ),
+        key=lambda turn: turn[0],
+    )
+    between = [microbatch for _, _, microbatch in turns]
     found, seconds = calibrate(
-        meter, between, lambda done, total: print(f"{done}/{total} microbatches", end="\r", flush=True)
+        meter,
+        between,
+        lambda done, total: print(f"{done}/{total} microbatches", end="\r", flush=True),
+        between_rounds=args.rounds,
     )
     model, work = found.model, work_of(between, meter.block_size)
     parts = model.parts(work)
     predicted = np.stack(
         [sum(v for k, v in parts.items() if k.startswith(part)) for part in ("capture", "train")], axis=1
     )
-    strategies = np.array([strategy for strategy, _ in turns])
+    strategies = np.array([strategy for _, strategy, _ in turns])
+    rate = {s: work.tokens[strategies == s].sum() / seconds[strategies == s].sum() for s in STRATEGIES}
     print(
-        f"{'strategy':>14} microbatches  tokens  slots   measured s  predicted / measured  capture  drafter"
+        f"{'strategy':>14} microbatches  tokens  slots  measured s  real tokens/s  to sorted"
+        "  predicted / measured  capture  drafter"
     )
     figures = {}
     for strategy in STRATEGIES:
         own = strategies == strategy
         ratio = predicted[own].sum() / seconds[own].sum()
         capture, drafter = predicted[own].sum(axis=0) / seconds[own].sum(axis=0)
-        figures[strategy] = {"predicted_to_measured": ratio, "capture": capture, "drafter": drafter}
-        tokens, forward = work.tokens[own].sum(), work.slots[own].sum()
+        figures[strategy] = {
+            "tokens_per_second": rate[strategy],
+            "to_sorted": rate[strategy] / rate["sorted"],
+            "predicted_to_measured": ratio,
+            "capture": capture,
+            "drafter": drafter,
+        }
         print(
-            f"{strategy:>14} {own.sum():>12} {tokens:>7,} {forward:>6,} {seconds[own].sum():>12.1f}"
+            f"{strategy:>14} {own.sum():>12} {work.tokens[own].sum():>7,} {work.slots[own].sum():>6,}"
+            f" {seconds[own].sum():>11.1f} {rate[strategy]:>14.1f} {rate[strategy] / rate['sorted']:>10.3f}"
             f" {ratio:>21.3f} {capture:>8.3f} {drafter:>8.3f}"
         )
     print(json.dumps({"strategies": figures, "token_budget": config.batching.token_budget}))

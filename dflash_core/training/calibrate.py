@@ -135,7 +135,11 @@ class Meter:
 
 
 def calibrate(
-    meter: Meter, between: Sequence[Microbatch] = (), on_progress: Callable[[int, int], None] | None = None
+    meter: Meter,
+    between: Sequence[Microbatch] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    between_rounds: int = ROUNDS,
 ) -> tuple[Calibration, NDArray[np.float64]]:
     """Capture and train on a few microbatches and fit the constants.
 
@@ -143,6 +147,7 @@ def calibrate(
         meter: what measures.
         between: further microbatches to time, spread among the others and not used for the fit.
         on_progress: called with (measurements done, all).
+        between_rounds: how often each of `between` is timed.
 
     Returns:
         The calibration, and float64[len(between), 2]: capture and training seconds of `between`.
@@ -157,7 +162,7 @@ def calibrate(
     meter.seconds(microbatches[-1])  # compilation, first touches of memory
     seconds, others = np.zeros((len(microbatches), 2)), np.zeros((len(between), 2))
     own = [(seconds, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(microbatches)]
-    spread = [(others, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(between)]
+    spread = [(others, i, microbatch) for _ in range(between_rounds) for i, microbatch in enumerate(between)]
     turns = [((at + 0.5) / len(part), turn) for part in (own, spread) for at, turn in enumerate(part)]
     turns.sort(key=lambda turn: turn[0])
     for done, (_, (into, i, microbatch)) in enumerate(turns, 1):
@@ -165,7 +170,7 @@ def calibrate(
         if on_progress is not None:
             on_progress(done, len(turns))
     seconds /= ROUNDS
-    others /= ROUNDS
+    others /= between_rounds
     work = work_of(microbatches, meter.block_size)
     model = CostModel.fit(work, capture_seconds=seconds[:, 0], train_seconds=seconds[:, 1])
     found = Calibration(
