@@ -211,7 +211,8 @@ def acceptance_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             f"acceptance length, {name}",
-            f"{show(found.get('acceptance_length'))} on {show(found.get('prompts'))} prompts",
+            f"{show(found.get('acceptance_length'))} ({show(found.get('acceptance_interval'))}) "
+            f"on {show(found.get('prompts'))} prompts",
         )
         for name, found in groups.items()
     ]
