@@ -1,8 +1,4 @@
-"""A real server, pool and worker on loopback: run, cancel, rerun, as `prefect` commands.
-
-An earlier form of the cancel test has passed. In its present form the file has not: its runs so far, on a machine under
-other load, ended at their time limits.
-"""
+"""A real server, pool and worker on loopback: run, cancel, rerun, outages, as `prefect` commands."""
 
 from __future__ import annotations
 
