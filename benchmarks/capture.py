@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_core.model.target import Target, materialise, target_layer_ids
+from dflash_core.model.fit import target_layer_ids
+from dflash_core.model.target import Target, materialise
 
 ROOT = Path(__file__).parent.parent
 

@@ -33,6 +33,7 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
         tracking=replace(config.tracking, group=group),
     )
     target = steps.prepare_target(config, options)
+    steps.check_drafter(config, target)
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)

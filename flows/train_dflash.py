@@ -21,6 +21,7 @@ def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     """Returns the run's report."""
     steps.check_options(options)
     target = steps.prepare_target(config, options)
+    steps.check_drafter(config, target)
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import TargetConfig
+from dflash_core.config import DrafterConfig, TargetConfig
+from dflash_core.model.fit import captured_layers, check_mask_token
 from tasks.stages import RETRY_IO, FileDigests, Stage, content_digest, stage
 
 TOKENIZER_FILES = (
@@ -87,3 +89,17 @@ def prepare_target(
         identity=identity(target, digests),
         name=target.name,
     )
+
+
+def check_drafter(model: Path, drafter: DrafterConfig) -> None:
+    """What can be said of the drafter's settings from the target's config.json alone, before data is read for hours.
+
+    Raises:
+        UserError: layers that the target doesn't have, or a mask token that its embedding doesn't.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    if "num_hidden_layers" in text:  # some families call it otherwise: the ranks ask transformers
+        captured_layers(drafter, text["num_hidden_layers"])
+    if "vocab_size" in text and drafter.mask_token_id is not None:
+        check_mask_token(drafter.mask_token_id, text["vocab_size"])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from dflash_core.config import DrafterConfig, UserError
 from dflash_core.kernels.block_attention import block_attention
+from dflash_core.model.fit import check_mask_token
 
 LayerContext = tuple[Tensor, Tensor]  # k_TGH and v_TGH of one layer
 
@@ -61,11 +62,7 @@ class DrafterShape:
             )
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim: {self.head_dim} is not allowed; allowed: even numbers")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise UserError(
-                f"drafter.mask_token_id: {self.mask_token_id} is not allowed; "
-                f"allowed: an existing row of the target's embedding, 0 to {self.vocab_size - 1}"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
         wrong = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
         if wrong or not self.target_layer_ids:
             raise UserError(

@@ -26,6 +26,7 @@ import torch
 
 from dflash_core.config import UserError
 from dflash_core.model import target_attention
+from dflash_core.model.fit import check_layer_ids
 from dflash_core.model.materialise import Materialised, fingerprint, materialise
 from dflash_core.model.target_attention import ATTENTION_NAME, DecodeCache
 
@@ -38,45 +39,9 @@ __all__ = [
     "materialise",
     "pick_compute_dtype",
     "resolve_dtype",
-    "target_layer_ids",
 ]
 
 MAX_TRANSPOSED_ROWS = 256  # so few rows meet the head up to 4 times faster as head @ rows.T on a CPU
-
-
-def target_layer_ids(num_layers: int, num_captured: int) -> list[int]:
-    """Which layers of an n-layer target a drafter reads, as z-lab/dflash chooses them.
-
-    One layer: [n // 2]; else round(1 + i (n - 4) / (d - 1)) for i = 0..d-1 (Python's round, to even).
-    n = 36, d = 5 -> [1, 9, 17, 25, 33]; n = 30, d = 5 -> [1, 8, 14, 20, 27].
-
-    Raises:
-        UserError: more layers asked for than distinct ids exist.
-    """
-    if num_captured == 1:
-        return [num_layers // 2]
-    ids = [round(1 + i * (num_layers - 4) / (num_captured - 1)) for i in range(num_captured)]
-    if len(set(ids)) < num_captured or ids[0] < 0 or ids[-1] >= num_layers:
-        raise UserError(
-            f"drafter.num_captured_layers: {num_captured} is not allowed for a target of {num_layers} layers"
-            f"; allowed: 1 to {max(1, num_layers - 3)}, or name the layers in drafter.target_layer_ids"
-        )
-    return ids
-
-
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Valid ids are distinct, ascending, 0 to n - 1 (id i: the output of layer i).
-
-    Raises:
-        UserError: any other.
-    """
-    ids = tuple(int(i) for i in layer_ids)
-    if not ids or any(not 0 <= i < num_layers for i in ids) or any(a >= b for a, b in zip(ids, ids[1:])):
-        raise UserError(
-            f"drafter.target_layer_ids: {list(ids)} is not allowed; allowed: ascending layer numbers from 0 "
-            f"to {num_layers - 1} of a target of {num_layers} layers"
-        )
-    return ids
 
 
 @functools.lru_cache(maxsize=4)

@@ -14,9 +14,10 @@ from dflash_core.config import RunConfig, UserError, decisive, from_dict
 from dflash_core.data.store import TokenStore
 from dflash_core.model.drafter import DFlashDrafter, drafter_shape
 from dflash_core.model.export import load_drafter
+from dflash_core.model.fit import captured_layers
 from dflash_core.model.loss import TargetHeads
 from dflash_core.model.materialise import fingerprint
-from dflash_core.model.target import Target, check_layer_ids, resolve_dtype, target_layer_ids
+from dflash_core.model.target import Target, resolve_dtype
 from dflash_core.training.capture import FeatureSpec
 from dflash_core.training.checkpoint import State, differences
 from dflash_core.training.feed import Schedule
@@ -133,11 +134,8 @@ def pick_dtypes(run: Run, world: World, state: State | None) -> dict[str, torch.
 
 
 def layer_ids(run: Run, target_config: Any) -> tuple[int, ...]:
-    """Layers to capture: those given, else by formula."""
-    text = target_config.get_text_config()
-    given = run.config.drafter.target_layer_ids
-    ids = given or target_layer_ids(text.num_hidden_layers, run.config.drafter.num_captured_layers)
-    return check_layer_ids(ids, text.num_hidden_layers)
+    """Layers to capture."""
+    return captured_layers(run.config.drafter, target_config.get_text_config().num_hidden_layers)
 
 
 def load_target_config(run: Run) -> Any:

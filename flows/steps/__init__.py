@@ -10,13 +10,14 @@ from flows.steps.batches import (
     show_plans,
 )
 from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
-from flows.steps.data import ingest_all, open_store, prepare_target, profile, regenerate_all
+from flows.steps.data import check_drafter, ingest_all, open_store, prepare_target, profile, regenerate_all
 from flows.steps.evaluation import drafter_and_prompts, evaluate, serve_check
 from flows.steps.training import train_run, write_comparison, write_report
 
 __all__ = [
     "Dataset",
     "Pointer",
+    "check_drafter",
     "check_options",
     "cost_model",
     "drafter_and_prompts",

@@ -26,6 +26,11 @@ def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
     return pointer
 
 
+def check_drafter(config: RunConfig, target_pointer: Pointer) -> None:
+    """Raises UserError where the drafter's settings don't fit the target, before data is read for hours."""
+    target.check_drafter(target_directory(config, target_pointer), config.drafter)
+
+
 def regenerate_all(
     config: RunConfig, options: FlowOptions, target_pointer: Pointer, sources: Sequence[ingest.Source]
 ) -> list[Pointer]:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from dflash_core.config import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
-from dflash_core.model.target import DecodeCache, Target, target_layer_ids
+from dflash_core.model.fit import target_layer_ids
+from dflash_core.model.target import DecodeCache, Target
 from tests.tiny_target import make_tiny_target
 
 LENGTHS = [5, 1, 17, 3, 9]
