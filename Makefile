@@ -70,8 +70,9 @@ server: $(INSTALLED)  ## Prefect server and UI on http://127.0.0.1:4200
 	mkdir -p runs/prefect && $(PREFECT) server start --host 127.0.0.1
 
 deploy: $(INSTALLED)  ## pools and deployments of prefect.yaml on that server
-	$(PREFECT) work-pool inspect dflash-train >/dev/null 2>&1 || $(PREFECT) work-pool create dflash-train --type process
-	$(PREFECT) work-pool inspect dflash-data >/dev/null 2>&1 || $(PREFECT) work-pool create dflash-data --type process
+	@for pool in dflash-train dflash-data; do \
+	$(PREFECT) work-pool inspect $$pool >/dev/null 2>&1 || $(PREFECT) work-pool create $$pool --type process || \
+	$(PREFECT) work-pool inspect $$pool >/dev/null || exit 1; done  # a worker that starts meanwhile makes its pool too
 	$(PREFECT) work-pool set-concurrency-limit dflash-train 1
 	$(PREFECT) deploy --all
 
