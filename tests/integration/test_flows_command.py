@@ -225,10 +225,7 @@ def executed(done: subprocess.CompletedProcess) -> list[str]:
 
 @pytest.mark.long
 def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -> None:
-    """The table of stages and changes, a process a row, with real training and decoding.
-
-    The rows up to the seed have passed; those after it have not been run in processes of their own so far.
-    """
+    """The table of stages and changes, a process a row, with real training and decoding."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target_dir, target)
     place = Place(tmp_path, target)
