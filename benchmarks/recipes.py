@@ -123,7 +123,7 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
     )
     drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed)).to(bench.target.device)
     if variation.late_layer:
-        start_from_target_layer(drafter, bench.target)
+        setup.start_from_target_layer(drafter, bench.run.target, bench.target.layer_ids[-1])
     gradients, optimizer = Gradients(drafter.parameters()), build_optimizer(drafter, optimizer_config)
     same = bench.arguments(objective)
     for step in range(bench.steps):
@@ -142,19 +142,6 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
             group["lr"] = learning_rate(step, bench.steps, optimizer_config)
         optimizer.step()
     return drafter
-
-
-@torch.no_grad()
-def start_from_target_layer(drafter: DFlashDrafter, target: Target) -> None:
-    """Copy the target's last captured layer into the drafter's first, tensor by tensor where shapes agree."""
-    own, source = (
-        dict(layer.named_parameters())
-        for layer in (drafter.layers[0], list(target.layers)[target.layer_ids[-1]])
-    )
-    fitting = [name for name, p in own.items() if name in source and source[name].shape == p.shape]
-    assert "self_attn.q_proj.weight" in fitting, sorted(source)
-    for name in fitting:
-        own[name].copy_(source[name])
 
 
 def measure(bench: Bench, drafter: DFlashDrafter) -> tuple[np.ndarray, np.ndarray]:

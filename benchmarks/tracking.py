@@ -3,9 +3,10 @@
     python -m benchmarks.tracking [--seconds 60] [--param training.device=cpu]
 
 Runs train-dflash/quickstart with states captured anew, so that a step costs what it costs at scale, and ends it after
-the given seconds of training. The flow's process does nothing but logging while its ranks train: its CPU seconds over
-the seconds of training are the most that it can take from them on a machine without an idle core. What a rank itself
-spends on lines of metrics.jsonl comes on top. Also says which share of the steps had reached MLflow at the end. Prints
+the given seconds of training. The flow's process and the embedded server do nothing but logging while the ranks train:
+their CPU seconds over the seconds of training are the most that they can take from them on a machine without an idle
+core (one core's share; on n busy cores an n-th of it is likely). What a rank itself spends on lines of metrics.jsonl
+comes on top. Also says which share of the steps had reached MLflow at the end. Prints
 a table, then one line of JSON.
 """
 
@@ -34,10 +35,15 @@ def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=file, stderr=file)
 
 
-def cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Of the flow's process alone, its threads included, its children not."""
-    times = psutil.Process(process.pid).cpu_times()
-    return float(times.user + times.system)
+def cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """Of the flow's own process and of its embedded Prefect server; ranks and torchrun are others."""
+    flow = psutil.Process(process.pid)
+    servers = [p for p in flow.children() if "flows.embedded" in p.cmdline()]
+    everyone = {"flow": [flow], "server": [q for p in servers for q in [p, *p.children(recursive=True)]]}
+    return {
+        name: sum(times.user + times.system for times in (p.cpu_times() for p in processes))
+        for name, processes in everyone.items()
+    }
 
 
 def line_seconds(lines: list[dict[str, Any]]) -> float:
@@ -80,13 +86,13 @@ def main() -> None:
         )
         time.sleep(args.seconds)
         steps = training_steps(run_dir)[first:]
-        spent, wall = cpu_seconds(process) - before, time.monotonic() - started
+        after, wall = cpu_seconds(process), time.monotonic() - started
         process.terminate()
         process.wait(60)
         found = {
             "steps": len(steps),
             "step_seconds": wall / len(steps),
-            "flow_cpu_share": spent / wall,
+            **{f"{name}_cpu_share": (after[name] - before[name]) / wall for name in after},
             "metrics_line_share": line_seconds(steps) * len(steps) / wall,
             "steps_in_mlflow_share": points_in_mlflow(root) / len(training_steps(run_dir)),
         }

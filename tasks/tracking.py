@@ -24,7 +24,7 @@ from typing import Any
 from dflash_core.config import RunConfig, UserError
 from tasks.processes import is_gone, this_process
 
-FLUSH_STEPS, FLUSH_SECONDS = 50, 5.0
+FLUSH_STEPS, FLUSH_SECONDS = 50, 15.0
 BATCH_LIMIT = 1000  # metrics MLflow takes in one call
 MAX_WAITING = 200_000
 LOCAL_UI = "http://127.0.0.1:5000"  # of `make ui`

@@ -27,7 +27,7 @@ from dflash_core.config import RunConfig, UserError, from_dict
 from tasks import artifacts, report, runs, tracking
 from tasks.stages import write_json
 
-PROGRESS_SECONDS = 5.0  # between updates of the progress artifact
+PROGRESS_SECONDS = 15.0  # between updates of the progress artifact
 
 
 def _may_go_on(_task: Any, _task_run: Any, state: Any) -> bool:

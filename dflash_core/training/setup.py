@@ -193,7 +193,8 @@ def load_heads(
 
 
 def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:
-    """The drafter with its first weights (of the seed, or of `training.init_from`), fp32, on the device."""
+    """The drafter with its first weights (of the seed, of `training.init_from`, or
+    one layer of the target's: `training.first_layer`), fp32, on the device."""
     generator = torch.Generator().manual_seed(run.config.training.seed)
     drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
     if run.config.training.init_from is not None:
@@ -207,7 +208,33 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
                 f"{'; '.join(differences(old, new))}"
             )
         drafter.load_state_dict(given.state_dict())
+    elif run.config.training.first_layer == "target":
+        start_from_target_layer(drafter, run.target, ids[-1])
     return drafter.float().to(device)
+
+
+@torch.no_grad()
+def start_from_target_layer(drafter: DFlashDrafter, target: Path, layer: int) -> None:
+    """Copy a decoder layer of the target's checkpoint into the drafter's first, tensor by tensor where shapes agree;
+    every rank reads the same files, whether it holds the target or not.
+
+    Raises:
+        UserError: the layer has no query projection of the drafter's shape under its usual name.
+    """
+    own = dict(drafter.layers[0].named_parameters())
+    copied = set()
+    for file in sorted(target.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
+                name = stored.partition(f"layers.{layer}.")[2]
+                if name in own and list(own[name].shape) == tensors.get_slice(stored).get_shape():
+                    own[name].copy_(tensors.get_tensor(stored))
+                    copied.add(name)
+    if "self_attn.q_proj.weight" not in copied:
+        raise UserError(
+            f"training.first_layer: 'target' is not allowed, layer {layer} of {target} has no q_proj of "
+            f"{list(own['self_attn.q_proj.weight'].shape)}; allowed: random, or a drafter of the target's own heads"
+        )
 
 
 def feature_spec(

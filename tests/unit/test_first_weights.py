@@ -71,3 +71,32 @@ def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_
     whole, alone = (setup.load_heads(run, config, t, DEVICE, torch.float32) for t in (target, None))
     assert torch.equal(whole.embed_VD, alone.embed_VD) and torch.equal(whole.head_VD, alone.head_VD)
     assert torch.equal(whole.embed_VD, whole.head_VD) == tied
+
+
+def test_the_first_layer_of_the_target(tmp_path: Path, tiny_target_dir: Path) -> None:
+    """The target's last captured layer (2 of ids 0, 2), where shapes agree; the rest is of the seed."""
+    plain = build(load(tmp_path / "plain", tiny_target_dir)).state_dict()
+    run = load(tmp_path / "run", tiny_target_dir, {"training": {"first_layer": "target"}})
+    built = build(run).state_dict()
+    layer = Target.load(tiny_target_dir, layer_ids=IDS, compute_dtype="float32").layers[2].state_dict()
+    same = [n for n, w in layer.items() if torch.equal(built[f"layers.0.{n}"], w)]
+    assert {"self_attn.q_proj.weight", "self_attn.o_proj.weight"} <= set(
+        same
+    )  # the drafter's MLP is narrower
+    changed = [name for name in built if not torch.equal(built[name], plain[name])]
+    assert changed and all(name.startswith("layers.0.") for name in changed)
+    assert build(run).state_dict().keys() == built.keys()
+
+
+def test_a_first_layer_of_another_shape_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+    run = load(
+        tmp_path,
+        tiny_target_dir,
+        {"training": {"first_layer": "target"}, "drafter": {"num_heads": 1, "num_kv_heads": 1}},
+    )
+    with pytest.raises(UserError, match="training.first_layer: 'target' is not allowed, layer 2 of"):
+        build(run)
+    with pytest.raises(
+        UserError, match="training.first_layer: 'target' is not allowed; allowed: 'random' with"
+    ):
+        load(tmp_path / "b", tiny_target_dir, {"training": {"first_layer": "target", "init_from": "x"}})

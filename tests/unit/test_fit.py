@@ -15,9 +15,15 @@ from tasks.target import check_drafter
 @pytest.mark.parametrize(
     "settings, named",
     [
-        ({"target_layer_ids": (1, 9)}, "drafter.target_layer_ids: [1, 9] is not allowed; allowed: .* 0 to 5 of"),
+        (
+            {"target_layer_ids": (1, 9)},
+            "drafter.target_layer_ids: [1, 9] is not allowed; allowed: .* 0 to 5 of",
+        ),
         ({"target_layer_ids": (2, 1)}, "drafter.target_layer_ids: [2, 1] is not allowed"),
-        ({"num_captured_layers": 5}, "drafter.num_captured_layers: 5 is not allowed for a target of 6 layers"),
+        (
+            {"num_captured_layers": 5},
+            "drafter.num_captured_layers: 5 is not allowed for a target of 6 layers",
+        ),
         ({"target_layer_ids": (1, 3), "mask_token_id": 100}, "drafter.mask_token_id: 100 .* 0 to 99"),
         ({"target_layer_ids": (1, 3), "mask_token_id": 99}, None),
     ],
