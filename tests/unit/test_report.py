@@ -29,16 +29,19 @@ def test_cells_keep_their_bars() -> None:
 def test_acceptance_by_set_by_category_and_pooled() -> None:
     evaluation = {
         "acceptance_length": 1.5,
+        "acceptance_interval": [1.25, 2.0],
         "prompts": 3,
         "sets": {
-            "gsm8k": {"acceptance_length": 2.0, "prompts": 1},
-            "mt": {"acceptance_length": 1.25, "prompts": 2},
+            "gsm8k": {"acceptance_length": 2.0, "acceptance_interval": [2.0, 2.0], "prompts": 1},
+            "mt": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2},
         },
-        "categories": {"mt/writing": {"acceptance_length": 1.25, "prompts": 2}},
+        "categories": {
+            "mt/writing": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2}
+        },
     }
     assert report.acceptance_rows(evaluation) == [
-        ("acceptance length, gsm8k", "2.000 on 1 prompts"),
-        ("acceptance length, mt", "1.250 on 2 prompts"),
-        ("acceptance length, mt/writing", "1.250 on 2 prompts"),
-        ("acceptance length, all", "1.500 on 3 prompts"),
+        ("acceptance length, gsm8k", "2.000 (2.000 to 2.000) on 1 prompts"),
+        ("acceptance length, mt", "1.250 (1.000 to 1.500) on 2 prompts"),
+        ("acceptance length, mt/writing", "1.250 (1.000 to 1.500) on 2 prompts"),
+        ("acceptance length, all", "1.500 (1.250 to 2.000) on 3 prompts"),
     ]
