@@ -5,8 +5,7 @@
 Needs Chromium (Debian: apt-get install chromium). Starts both servers on loopback over the storage root, opens each
 page in headless Chromium, waits until the names it must show are in it, and writes docs/*.png. Prints one line of JSON.
 
-The pictures of MLflow and of the flow run in docs/ are from it (the charts cut out by hand); its last page, Prefect's
-artifacts, has not been taken so far.
+The pictures in docs/ are from it (the charts cut out by hand).
 """
 
 from __future__ import annotations
@@ -117,14 +116,6 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for(wanted)
 
-    def click(self, text: str) -> None:
-        """Clicks the innermost visible element of that text."""
-        self.evaluate(
-            "(() => { const found = [...document.querySelectorAll('button, a, [role=tab], span, div')]"
-            f".filter(e => e.textContent.trim() === {json.dumps(text)} && e.getClientRects().length);"
-            "if (found.length) found[found.length - 1].click(); })()"
-        )
-
     def close_assistant(self) -> None:
         """MLflow opens a panel at the right; its cross is the button in the corner."""
         self.evaluate(
@@ -160,12 +151,13 @@ def mlflow_pictures(browser: Browser, url: str, client: Any, report: dict[str, A
     browser.picture(out / "mlflow-charts.png")
 
 
-def prefect_pictures(browser: Browser, url: str, flow_run: Any, report: dict[str, Any], out: Path) -> None:
-    """The flow run's page with its tasks."""
+def prefect_pictures(
+    browser: Browser, url: str, flow_run: Any, plans: str, report: dict[str, Any], out: Path
+) -> None:
+    """The flow run's page with its tasks, and its table of plans."""
     browser.open(f"{url}/runs/flow-run/{flow_run.id}", wanted=[flow_run.name, *report["strategies"]])
     browser.picture(out / "prefect-run.png")
-    browser.click("Artifacts")
-    browser.wait_for([f"plans-compare-{flow_run.parameters['deployment']}"])
+    browser.open(f"{url}/artifacts/artifact/{plans}", wanted=list(report["strategies"]))
     browser.picture(out / "prefect-artifacts.png")
 
 
@@ -209,8 +201,13 @@ def main() -> None:
         stack.enter_context(server(command, f"{prefect_url}/api/health", environment))
         import mlflow
         from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-        from prefect.client.schemas.sorting import FlowRunSort
+        from prefect.client.schemas.filters import (
+            ArtifactFilter,
+            ArtifactFilterKey,
+            FlowFilter,
+            FlowFilterName,
+        )
+        from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
 
         browser = Browser(stack)
         client = mlflow.MlflowClient(f"sqlite:///{root}/mlflow.db")
@@ -221,7 +218,13 @@ def main() -> None:
                 sort=FlowRunSort.START_TIME_DESC,
                 limit=1,
             )
-        prefect_pictures(browser, prefect_url, flow_run, report, args.out)
+            key = f"plans-compare-{flow_run.parameters['deployment']}"
+            [plans, *_] = prefect.read_artifacts(
+                artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])),
+                sort=ArtifactSort.CREATED_DESC,
+                limit=1,
+            )
+        prefect_pictures(browser, prefect_url, flow_run, str(plans.id), report, args.out)
     pictures = sorted(str(path) for path in args.out.glob("*.png"))
     print(
         json.dumps({"runs": report["runs"], "strategies": list(report["strategies"]), "pictures": pictures})
