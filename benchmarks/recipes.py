@@ -34,6 +34,7 @@ from dflash_core.model.target import Target, resolve_dtype
 from dflash_core.training import setup
 from dflash_core.training.capture import Capture, FeatureSpec, TargetCapture, make_capture
 from dflash_core.training.feed import Schedule, build_microbatch, validation_rows
+from dflash_core.training.first_weights import start_from_target
 from dflash_core.training.optim import Gradients, build_optimizer, learning_rate
 from dflash_core.training.validation import LossArguments, loss_of
 
@@ -47,7 +48,7 @@ class Variation:
     objective: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    late_layer: bool = False  # layer 0 starts as the target's last captured layer, where shapes agree
+    first_weights: str = "random"  # of TrainingConfig
 
 
 VARIATIONS = {
@@ -57,7 +58,7 @@ VARIATIONS = {
     "kl": Variation(objective={"loss": "kl"}),
     "labels of the data": Variation(objective={"labels": "data", "stop_at_disagreement": False}),
     "no stop at disagreement": Variation(objective={"stop_at_disagreement": False}),
-    "late layer": Variation(late_layer=True),
+    "weights of the target": Variation(first_weights="target"),
     "two layers": Variation(drafter={"num_layers": 2}),
     "half the learning rate": Variation(optimizer={"lr": 0.001}),
 }
@@ -122,8 +123,8 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
         bench.target.config, replace(config.drafter, **variation.drafter), tuple(bench.target.layer_ids)
     )
     drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed)).to(bench.target.device)
-    if variation.late_layer:
-        setup.start_from_target_layer(drafter, bench.run.target, bench.target.layer_ids[-1])
+    if variation.first_weights == "target":
+        start_from_target(drafter, bench.run.target, bench.target.model)
     gradients, optimizer = Gradients(drafter.parameters()), build_optimizer(drafter, optimizer_config)
     same = bench.arguments(objective)
     for step in range(bench.steps):
@@ -186,14 +187,14 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     first = None
     for name in names:
-        seconds, runs, correct = 0.0, [], np.zeros((2, run.config.drafter.block_size))
+        seconds, runs, correct = 0.0, [], np.zeros(())
         for seed in range(args.seeds):
             started = time.monotonic()
             drafter = train(bench, VARIATIONS[name], seed)
             seconds += time.monotonic() - started
             samples, positions = measure(bench, drafter)
             runs.append(samples)
-            correct += positions
+            correct = correct + positions
         mean = np.mean(runs, axis=0)
         accepted = 1 + weights @ mean[:, 0] / (weights @ mean[:, 1])
         first = accepted if first is None else first

@@ -278,8 +278,8 @@ class TrainingConfig:
     seed: int = 0  # of initial weights, plans and anchors
     max_steps: int | None = None  # end earlier than `epochs` epochs
     init_from: str | None = None  # an exported drafter or a run's directory
-    # target: the drafter's first layer starts as the target's last captured one, tensor by tensor where shapes agree
-    first_layer: Literal["random", "target"] = "random"
+    # target: the drafter starts as the target's layers behind the last captured one, where shapes agree
+    first_weights: Literal["random", "target"] = "random"
     nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite
     max_nonfinite_steps: int = 10  # skip: stop the run after this many in a row
 
@@ -328,9 +328,9 @@ class TrainingConfig:
         ):
             _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), ">= 1")
         _require(
-            self.init_from is None or self.first_layer == "random",
-            "training.first_layer",
-            self.first_layer,
+            self.init_from is None or self.first_weights == "random",
+            "training.first_weights",
+            self.first_weights,
             "'random' with training.init_from, which gives every weight",
         )
         _require(self.seed >= 0, "training.seed", self.seed, ">= 0")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from dflash_core.config import RunConfig, UserError, decisive, from_dict
 from dflash_core.data.store import TokenStore
@@ -21,6 +20,7 @@ from dflash_core.model.target import Target, resolve_dtype
 from dflash_core.training.capture import FeatureSpec
 from dflash_core.training.checkpoint import State, differences
 from dflash_core.training.feed import Schedule
+from dflash_core.training.first_weights import empty_model, start_from_target, stored_tensors
 from dflash_core.training.world import World
 
 
@@ -170,18 +170,10 @@ def load_heads(
     """
     if target is not None:
         return TargetHeads(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            target_config, trust_remote_code=run.config.target.trust_remote_code
-        )
+    model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
     names = {id(p): name for name, p in model.named_parameters()}
     wanted = [names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(run.target.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {n: tensors.get_tensor(n) for n in set(wanted) & set(tensors.keys())}
+    found = stored_tensors(run.target, wanted)
     missing = [n for n in wanted if n not in found]
     if missing and not target_config.get_text_config().tie_word_embeddings:
         raise UserError(
@@ -194,7 +186,7 @@ def load_heads(
 
 def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:
     """The drafter with its first weights (of the seed, of `training.init_from`, or
-    one layer of the target's: `training.first_layer`), fp32, on the device."""
+    the target's: `training.first_weights`), fp32, on the device."""
     generator = torch.Generator().manual_seed(run.config.training.seed)
     drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
     if run.config.training.init_from is not None:
@@ -208,33 +200,10 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
                 f"{'; '.join(differences(old, new))}"
             )
         drafter.load_state_dict(given.state_dict())
-    elif run.config.training.first_layer == "target":
-        start_from_target_layer(drafter, run.target, ids[-1])
+    elif run.config.training.first_weights == "target":
+        model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
+        start_from_target(drafter, run.target, model)
     return drafter.float().to(device)
-
-
-@torch.no_grad()
-def start_from_target_layer(drafter: DFlashDrafter, target: Path, layer: int) -> None:
-    """Copy a decoder layer of the target's checkpoint into the drafter's first, tensor by tensor where shapes agree;
-    every rank reads the same files, whether it holds the target or not.
-
-    Raises:
-        UserError: the layer has no query projection of the drafter's shape under its usual name.
-    """
-    own = dict(drafter.layers[0].named_parameters())
-    copied = set()
-    for file in sorted(target.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
-                name = stored.partition(f"layers.{layer}.")[2]
-                if name in own and list(own[name].shape) == tensors.get_slice(stored).get_shape():
-                    own[name].copy_(tensors.get_tensor(stored))
-                    copied.add(name)
-    if "self_attn.q_proj.weight" not in copied:
-        raise UserError(
-            f"training.first_layer: 'target' is not allowed, layer {layer} of {target} has no q_proj of "
-            f"{list(own['self_attn.q_proj.weight'].shape)}; allowed: random, or a drafter of the target's own heads"
-        )
 
 
 def feature_spec(

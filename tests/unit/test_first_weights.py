@@ -4,19 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dflash_core.config import UserError
 from dflash_core.model.drafter import DFlashDrafter, DrafterShape
 from dflash_core.model.export import save_drafter
 from dflash_core.model.target import Target
 from dflash_core.training import setup
+from dflash_core.training.first_weights import offset_of
 from tests.tiny_target import make_tiny_target
 from tests.training_run import write_run
 
 DEVICE = torch.device("cpu")
 IDS = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with norms that are not all ones, so that a norm that was not copied shows."""
+    directory = make_tiny_target(tmp_path_factory.mktemp("target"))
+    [file] = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    for number, name in enumerate(sorted(tensors)):
+        if name.endswith("norm.weight"):
+            tensors[name] = tensors[name] + 0.01 * number
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory
 
 
 def load(root: Path, target: Path, changes: dict | None = None) -> setup.Run:
@@ -73,30 +91,74 @@ def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_
     assert torch.equal(whole.embed_VD, whole.head_VD) == tied
 
 
-def test_the_first_layer_of_the_target(tmp_path: Path, tiny_target_dir: Path) -> None:
-    """The target's last captured layer (2 of ids 0, 2), where shapes agree; the rest is of the seed."""
-    plain = build(load(tmp_path / "plain", tiny_target_dir)).state_dict()
-    run = load(tmp_path / "run", tiny_target_dir, {"training": {"first_layer": "target"}})
+def test_first_weights_of_the_target(tmp_path: Path, target_dir: Path) -> None:
+    """Captured are layers 0 and 2 of four: one drafter layer starts as layer 3, where shapes agree."""
+    plain = build(load(tmp_path / "plain", target_dir)).state_dict()
+    run = load(tmp_path / "run", target_dir, {"training": {"first_weights": "target"}})
     built = build(run).state_dict()
-    layer = Target.load(tiny_target_dir, layer_ids=IDS, compute_dtype="float32").layers[2].state_dict()
-    same = [n for n, w in layer.items() if torch.equal(built[f"layers.0.{n}"], w)]
-    assert {"self_attn.q_proj.weight", "self_attn.o_proj.weight"} <= set(
-        same
-    )  # the drafter's MLP is narrower
-    changed = [name for name in built if not torch.equal(built[name], plain[name])]
-    assert changed and all(name.startswith("layers.0.") for name in changed)
-    assert build(run).state_dict().keys() == built.keys()
+    target = Target.load(target_dir, layer_ids=IDS, compute_dtype="float32")
+    layer = target.layers[3].state_dict()
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm", "post_attention_layernorm"):
+        assert torch.equal(built[f"layers.0.{name}.weight"], layer[f"{name}.weight"])
+    assert torch.equal(built["norm.weight"], target.decoder.norm.weight)
+    assert torch.equal(built["hidden_norm.weight"], layer["input_layernorm.weight"])
+    width = target.width_D
+    assert torch.equal(built["fc.weight"], torch.cat([torch.zeros(width, width), torch.eye(width)], dim=1))
+    kept = {name for name in built if torch.equal(built[name], plain[name])} - {"norm.weight"}
+    assert "layers.0.mlp.up_proj.weight" in kept  # the drafter's MLP is narrower
+    again = build(run).state_dict()
+    assert all(torch.equal(again[name], built[name]) for name in built)
 
 
-def test_a_first_layer_of_another_shape_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_the_context_starts_with_the_targets_own_values(tmp_path: Path, target_dir: Path) -> None:
+    """Values of the drafter's context are those that the target's next layer computes from the same tokens."""
+    run = load(tmp_path / "run", target_dir, {"training": {"first_weights": "target"}})
+    drafter = build(run)
+    target = Target.load(target_dir, layer_ids=IDS, compute_dtype="float32")
+    captured = target.capture(np.arange(4, 12), np.array([0, 8], dtype=np.int32))
+    theirs: list[torch.Tensor] = []
+    projection = target.layers[3].self_attn.v_proj
+    projection.register_forward_hook(lambda module, args, output: theirs.append(output))
+    target.capture(np.arange(4, 12), np.array([0, 8], dtype=np.int32), want_last_hidden=True)
+    with torch.inference_mode():
+        ours = drafter.layers[0].self_attn.v_proj(drafter.project_context(captured.features))
+    torch.testing.assert_close(ours, theirs[0].reshape(ours.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "first"), [(1, 3), (2, 2), (4, 0), (5, 0)])
+def test_which_layers_a_drafter_starts_as(layers: int, first: int, tmp_path: Path, target_dir: Path) -> None:
+    run = load(
+        tmp_path, target_dir, {"training": {"first_weights": "target"}, "drafter": {"num_layers": layers}}
+    )
+    drafter = build(run)
+    target = Target.load(target_dir, layer_ids=IDS, compute_dtype="float32")
+    same = [
+        i
+        for i, ours in enumerate(drafter.layers)
+        for theirs in target.layers[first + i : first + i + 1]
+        if torch.equal(ours.self_attn.q_proj.weight, theirs.self_attn.q_proj.weight)
+    ]
+    assert same == list(range(min(layers, 4)))
+    assert torch.equal(drafter.norm.weight, target.decoder.norm.weight)
+
+
+def test_norms_that_store_their_weight_less_one() -> None:
+    gemma = Gemma3RMSNorm(4)
+    assert offset_of(gemma) == 1.0 and offset_of(LlamaRMSNorm(4)) == 0.0
+    assert offset_of(torch.nn.Linear(4, 2)) == 0.0
+
+
+def test_first_weights_of_a_target_with_other_heads_are_refused(tmp_path: Path, target_dir: Path) -> None:
     run = load(
         tmp_path,
-        tiny_target_dir,
-        {"training": {"first_layer": "target"}, "drafter": {"num_heads": 1, "num_kv_heads": 1}},
+        target_dir,
+        {"training": {"first_weights": "target"}, "drafter": {"num_heads": 1, "num_kv_heads": 1}},
     )
-    with pytest.raises(UserError, match="training.first_layer: 'target' is not allowed, layer 2 of"):
+    with pytest.raises(
+        UserError, match="training.first_weights: 'target' is not allowed, .* has no q_proj of"
+    ):
         build(run)
     with pytest.raises(
-        UserError, match="training.first_layer: 'target' is not allowed; allowed: 'random' with"
+        UserError, match="training.first_weights: 'target' is not allowed; allowed: 'random' with"
     ):
-        load(tmp_path / "b", tiny_target_dir, {"training": {"first_layer": "target", "init_from": "x"}})
+        load(tmp_path / "b", target_dir, {"training": {"first_weights": "target", "init_from": "x"}})
