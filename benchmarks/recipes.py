@@ -3,13 +3,14 @@
     python -m flows.train_dflash quickstart                                  # once: data, plans and run.json
     python -m benchmarks.recipes runs/quickstart/latest                      # every variation
     python -m benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300
+    python -m benchmarks.recipes runs/quickstart/latest decay "block of 4 + 16 anchors"       # both changes at once
 
 Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with first
 weights and anchors of the seed. It is measured on the run's validation samples with every eligible position
 as an anchor: simulated acceptance length (1 + leading slots that are the target's own argmax) and loss, both
-with the weights and labels of the first variation, so that columns compare. The 95% interval draws samples
-(percentile bootstrap, means over the seeds); the difference to the first variation is paired by sample. What
-seeds do to training is not in the interval: their figures stand beside it.
+with the same weights and labels for all, so that columns compare (the loss not between block sizes). The 95%
+interval draws samples (percentile bootstrap, means over the seeds); the difference to the first variation is
+paired by sample. What seeds do to training is not in the interval: their figures stand beside it.
 
 States are captured once into DIR (--captures), a few minutes on two cores; a variation of 300 steps of the
 quickstart takes about two. Prints a table, then one line of JSON.
@@ -61,7 +62,20 @@ VARIATIONS = {
     "weights of the target": Variation(first_weights="target"),
     "two layers": Variation(drafter={"num_layers": 2}),
     "half the learning rate": Variation(optimizer={"lr": 0.001}),
+    "block of 4": Variation(drafter={"block_size": 4}),
+    "16 anchors": Variation(objective={"num_anchors": 16}),
 }
+
+
+def variation_of(name: str) -> Variation:
+    """One of `VARIATIONS`, or several joined by " + "; a later one wins."""
+    parts = [VARIATIONS[part] for part in name.split(" + ")]
+    changes = {
+        key: {k: v for part in parts for k, v in getattr(part, key).items()}
+        for key in ("objective", "drafter", "optimizer")
+    }
+    kept = [part.first_weights for part in parts if part.first_weights != "random"]
+    return Variation(**changes, first_weights=kept[-1] if kept else "random")
 
 
 @dataclass(frozen=True)
@@ -174,7 +188,7 @@ def main() -> None:
     parser.add_argument("--captures", type=Path, default=None, help="default: the run's own place for states")
     args = parser.parse_args()
     names = args.names or list(VARIATIONS)
-    if unknown := [name for name in names if name not in VARIATIONS]:
+    if unknown := [part for name in names for part in name.split(" + ") if part not in VARIATIONS]:
         parser.error(f"{unknown[0]!r} is no variation; allowed: {', '.join(VARIATIONS)}")
     run = setup.Run.load(args.run / "run.json")
     bench = prepare(run, args.captures or run.cache, args.steps)
@@ -182,7 +196,7 @@ def main() -> None:
         len(bench.validation), np.full(len(bench.validation), 1 / len(bench.validation)), size=RESAMPLES
     )
     print(f"{bench.steps} steps, {len(bench.validation)} validation samples, {args.seeds} seed(s)")
-    print(f"{'':<26}{'acceptance':>11} {'95% interval':<18}{'to first':>9} {'95% interval':<20}{'loss':>7}"
+    print(f"{'':<46}{'acceptance':>11} {'95% interval':<18}{'to first':>9} {'95% interval':<20}{'loss':>7}"
           f"{'s/step':>8}  by seed")  # fmt: skip
     results: list[dict[str, Any]] = []
     first = None
@@ -190,7 +204,7 @@ def main() -> None:
         seconds, runs, correct = 0.0, [], np.zeros(())
         for seed in range(args.seeds):
             started = time.monotonic()
-            drafter = train(bench, VARIATIONS[name], seed)
+            drafter = train(bench, variation_of(name), seed)
             seconds += time.monotonic() - started
             samples, positions = measure(bench, drafter)
             runs.append(samples)
@@ -213,7 +227,7 @@ def main() -> None:
         difference = result["acceptance_length"] - results[0]["acceptance_length"]
         low, high = result["difference_interval"]
         print(
-            f"{name:<26}{result['acceptance_length']:>11.4f} "
+            f"{name:<46}{result['acceptance_length']:>11.4f} "
             f"{'{:.4f} to {:.4f}'.format(*result['interval']):<18}{difference:>+9.4f} "
             f"{f'{low:+.4f} to {high:+.4f}':<20}{result['loss']:>7.3f}{result['seconds_per_step']:>8.2f}  "
             f"{' '.join(f'{x:.4f}' for x in by_seed)}",
