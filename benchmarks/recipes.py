@@ -3,7 +3,7 @@
     python -m flows.train_dflash quickstart                                  # once: data, plans and run.json
     python -m benchmarks.recipes runs/quickstart/latest                      # every variation
     python -m benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300
-    python -m benchmarks.recipes runs/quickstart/latest decay "block of 4 + 16 anchors"       # both changes at once
+    python -m benchmarks.recipes runs/quickstart/latest decay "block of 8 + 8 anchors"        # both changes at once
 
 Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with first
 weights and anchors of the seed. It is measured on the run's validation samples with every eligible position
@@ -63,6 +63,8 @@ VARIATIONS = {
     "two layers": Variation(drafter={"num_layers": 2}),
     "half the learning rate": Variation(optimizer={"lr": 0.001}),
     "block of 4": Variation(drafter={"block_size": 4}),
+    "block of 8": Variation(drafter={"block_size": 8}),
+    "8 anchors": Variation(objective={"num_anchors": 8}),
     "16 anchors": Variation(objective={"num_anchors": 16}),
 }
 

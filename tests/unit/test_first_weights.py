@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from dflash_core.config import UserError
-from dflash_core.model.drafter import DFlashDrafter, DrafterShape
+from dflash_core.config import DrafterConfig, UserError
+from dflash_core.model.drafter import DFlashDrafter, DrafterShape, drafter_shape
 from dflash_core.model.export import save_drafter
 from dflash_core.model.target import Target
 from dflash_core.training import setup
-from dflash_core.training.first_weights import offset_of
+from dflash_core.training.first_weights import counterparts, empty_model, offset_of
 from tests.tiny_target import make_tiny_target
 from tests.training_run import write_run
 
@@ -145,19 +147,65 @@ def test_which_layers_a_drafter_starts_as(layers: int, first: int, tmp_path: Pat
 def test_norms_that_store_their_weight_less_one() -> None:
     gemma = Gemma3RMSNorm(4)
     assert offset_of(gemma) == 1.0 and offset_of(LlamaRMSNorm(4)) == 0.0
-    assert offset_of(torch.nn.Linear(4, 2)) == 0.0
+    assert offset_of(NemotronLayerNorm1P(4)) == 1.0  # subtracts the mean, too
+    assert offset_of(torch.nn.LayerNorm(4)) == 0.0 and offset_of(torch.nn.Linear(4, 2)) == 0.0
 
 
-def test_first_weights_of_a_target_with_other_heads_are_refused(tmp_path: Path, target_dir: Path) -> None:
-    run = load(
-        tmp_path,
-        target_dir,
-        {"training": {"first_weights": "target"}, "drafter": {"num_heads": 1, "num_kv_heads": 1}},
-    )
-    with pytest.raises(
-        UserError, match="training.first_weights: 'target' is not allowed, .* has no q_proj of"
-    ):
+def test_layers_that_norm_elsewhere_keep_their_norm_in_front_of_the_mlp(tmp_path: Path) -> None:
+    """Olmo2's post_attention_layernorm stands behind attention, a drafter's in front of the MLP."""
+    from transformers import Olmo2Config
+
+    config = Olmo2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = empty_model(config, trust_remote_code=False)
+    shape = drafter_shape(config, DrafterConfig(num_layers=1, block_size=4, mask_token_id=3), IDS)
+    drafter = DFlashDrafter(shape)
+    ours = {id(p): name for name, p in drafter.named_parameters()}
+    found = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}
+    assert "layers.0.self_attn.o_proj.weight" in found and "norm.weight" in found
+    assert not any("layernorm" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_heads": 1, "num_kv_heads": 1}, "drafter.num_heads 1, the target has 4"),
+        ({"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, "drafter.num_heads 2, the target has 4"),
+    ],
+)
+def test_first_weights_of_a_target_with_other_heads_are_refused(
+    changes: dict, said: str, tmp_path: Path, target_dir: Path
+) -> None:
+    """Also where shapes agree: two heads of 32 channels are no four heads of 16."""
+    run = load(tmp_path, target_dir, {"training": {"first_weights": "target"}, "drafter": changes})
+    with pytest.raises(UserError, match=f"training.first_weights: 'target' is not allowed with {said}"):
         build(run)
+
+
+@pytest.mark.parametrize("kind", ["renamed", "below the head", "quantised"])
+def test_first_weights_of_other_checkpoints(kind: str, tmp_path: Path, target_dir: Path) -> None:
+    directory = tmp_path / "target"
+    shutil.copytree(target_dir, directory)
+    [file] = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    prefix = {"renamed": "other.", "below the head": ""}.get(kind, "model.")
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if kind == "quantised":
+        tensors = {n: t.to(torch.float8_e4m3fn) if "proj" in n else t for n, t in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    run = load(tmp_path, directory, {"training": {"first_weights": "target"}})
+    if kind == "below the head":
+        same = build(run).layers[0].self_attn.q_proj.weight
+        assert torch.equal(same, tensors["layers.3.self_attn.q_proj.weight"])
+        return
+    said = {"renamed": "not there", "quantised": "float8_e4m3fn"}[kind]
+    with pytest.raises(UserError, match=f"training.first_weights: .*layers.3.* in .* is {said}"):
+        build(run)
+
+
+def test_first_weights_come_from_one_source(tmp_path: Path, target_dir: Path) -> None:
     with pytest.raises(
         UserError, match="training.first_weights: 'target' is not allowed; allowed: 'random' with"
     ):
