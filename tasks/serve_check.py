@@ -196,6 +196,8 @@ def serve_check(
             [emitted[1:] for emitted in answer["emitted"]],
             [[count + 1 for count in by_step] for by_step in steps],
         )
+        found[name]["steps_agree"] = agreement.steps_agree(found[name]["steps_from_the_same_token"])
+        found[name]["agrees"] &= found[name]["steps_agree"]
         log.info("replay, %s: %.0f s", name, time.perf_counter() - started)
     differences = first_differences(target, request["prompts"], answers)
     result = _result(answers, found, differences, request, settings)
@@ -258,9 +260,11 @@ def _result(
     if not compared["length_agrees"]:
         lengths = compared["engine_acceptance_length"], compared["evaluator_acceptance_length"]
         failures.append(f"acceptance length {lengths[0]:.4f} in the engine, {lengths[1]:.4f} here")
+    if not compared["steps_agree"]:
+        failures.append(f"steps from the same token: {same_steps(compared)}")
     if far:
         failures.append(f"{far} greedy outputs part with the drafter where the target is sure")
-    if "control" in found and found["control"]["rates_agree"]:
+    if "control" in found and not told_apart(found["control"]):
         failures.append("a drafter with its layers one off passes too: this check sees nothing")
     return {
         "passed": not failures,
@@ -340,7 +344,7 @@ def summary_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if control is not None:
         lengths = [show(control[f"{side}_acceptance_length"]) for side in ("engine", "evaluator")]
-        caught = "NOT told apart" if control["rates_agree"] else "told apart"
+        caught = "told apart" if told_apart(control) else "NOT told apart"
         rows.append(("control, layers one off", f"{lengths[0]} in the engine, {lengths[1]} here: {caught}"))
     return rows
 
@@ -353,12 +357,22 @@ def to_markdown(result: dict[str, Any]) -> str:
         if (compared := result[key]) is None:
             continue
         parts += [title, positions_table(compared)]
-        same = compared["steps_from_the_same_token"]
-        parts.append(
-            f"Steps that start at the same token on both sides: {same['equal']} accept the same number of drafts, in "
-            f"{same['engine_more']} the engine accepts more, in {same['evaluator_more']} the evaluator."
-        )
+        parts.append(f"Steps that start at the same token on both sides: {same_steps(compared)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def same_steps(compared: dict[str, Any]) -> str:
+    """`compare_steps` in words."""
+    same = compared["steps_from_the_same_token"]
+    return (
+        f"{same['equal']} accept the same number of drafts, in {same['engine_more']} the engine accepts more, in "
+        f"{same['evaluator_more']} the evaluator; in {same['accepting']} a side accepts a draft"
+    )
+
+
+def told_apart(control: dict[str, Any]) -> bool:
+    """The wrong drafter fails the comparison, by its rates or step by step."""
+    return not (control["rates_agree"] and control["steps_agree"])
 
 
 def positions_table(compared: dict[str, Any]) -> str:

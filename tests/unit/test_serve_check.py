@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from dflash_core.config import RunConfig, UserError
-from dflash_core.serving.agreement import StepCounts, compare_counts, compare_steps, wilson_interval
+from dflash_core.serving.agreement import (
+    StepCounts,
+    compare_counts,
+    compare_steps,
+    steps_agree,
+    wilson_interval,
+)
 from tasks import report, serve_check
 
 
@@ -70,7 +76,22 @@ def test_a_drafter_that_drafts_nothing_agrees_with_itself_alone() -> None:
 def test_steps_are_compared_where_they_start_together() -> None:
     """Prompt 1: engine steps at 0, 2, 3; ours at 0, 1, 3: together at 0 (2 against 1) and 3 (last for neither)."""
     engine, ours = [[2, 1, 2, 1], [1, 1]], [[1, 2, 2, 4], [3, 1]]
-    assert compare_steps(engine, ours) == {"equal": 1, "engine_more": 1, "evaluator_more": 1}
+    assert compare_steps(engine, ours) == {
+        "equal": 1, "engine_more": 1, "evaluator_more": 1, "accepting": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("differing, agrees", [(0, True), (5, True), (6, False)])
+def test_steps_may_differ_at_a_twentieth_of_those_that_accept(differing: int, agrees: bool) -> None:
+    counts = {"equal": 1000, "engine_more": differing, "evaluator_more": 0, "accepting": 100}
+    assert steps_agree(counts) is agrees
+
+
+def test_what_real_checks_found_is_told_apart() -> None:
+    """A drafter that earns 2.2 in an engine that normed one layer's keys wrongly, and with layers one off."""
+    for equal, more, less, accepting in ((3844, 70, 119, 2500), (941, 41, 90, 650)):
+        counts = {"equal": equal, "engine_more": more, "evaluator_more": less, "accepting": accepting}
+        assert not steps_agree(counts)
 
 
 def answer(emitted: list[list[int]], steps: int, accepted: list[int], **more: Any) -> dict[str, Any]:
@@ -103,7 +124,13 @@ def results(**changes: Any) -> dict[str, Any]:
     parts = {"speculative": compare_counts(ENGINE, ENGINE), "control": compare_counts(ENGINE, ENGINE)}
     parts["control"] = compare_counts(StepCounts(steps=4000, accepted=(200, 10, 0)), ENGINE)
     for found in (parts | changes).values():
-        found["steps_from_the_same_token"] = {"equal": 9, "engine_more": 1, "evaluator_more": 0}
+        found["steps_from_the_same_token"] = {
+            "equal": 9,
+            "engine_more": 1,
+            "evaluator_more": 0,
+            "accepting": 5,
+        }
+        found.setdefault("steps_agree", True)
     answers = {
         name: answer([[1, 2]], 1, [1, 0, 0], token_ids=[[5] * 100, [6] * 100])
         for name in ("plain", "speculative", "control")
@@ -124,7 +151,11 @@ def test_what_fails_is_said() -> None:
             speculative=compare_counts(StepCounts(steps=4000, accepted=(200, 10, 0)), ENGINE)
         ),
         "this check sees nothing": results(control=compare_counts(ENGINE, ENGINE)),
+        "from the same token: 9 accept the same": results(
+            speculative=compare_counts(ENGINE, ENGINE) | {"steps_agree": False}
+        ),
     }
+    assert results(control=compare_counts(ENGINE, ENGINE) | {"steps_agree": False})["passed"]
     for message, result in cases.items():
         assert result["passed"] is (message == "")
         assert message in "; ".join(result["failures"])
