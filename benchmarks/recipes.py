@@ -62,6 +62,7 @@ VARIATIONS = {
     "weights of the target": Variation(first_weights="target"),
     "two layers": Variation(drafter={"num_layers": 2}),
     "half the learning rate": Variation(optimizer={"lr": 0.001}),
+    "twice the learning rate": Variation(optimizer={"lr": 0.004}),
     "block of 4": Variation(drafter={"block_size": 4}),
     "block of 8": Variation(drafter={"block_size": 8}),
     "8 anchors": Variation(objective={"num_anchors": 8}),
