@@ -64,13 +64,20 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def resolution_seconds(mtime_ns: int) -> float:
+    """Upper bound of the resolution of a modification time: 2 s for whole seconds (FAT, old NFS), else 0.05 s.
+
+    Local Linux file systems take the time of the kernel's last tick, at most 10 ms ago.
+    """
+    return 2.0 if mtime_ns % 1_000_000_000 == 0 else 0.05
+
+
 @dataclass
 class FileDigests:
-    """sha256 of files, remembered by path, size and modification time in one JSON file under the storage
-    root.
+    """sha256 of files, remembered by path, size and modification time in one JSON file under the storage root.
 
-    A remembered digest is trusted only when the file's time lay at least two seconds before it was read: a
-    file that is rewritten within the clock's resolution is read again.
+    A file that is rewritten within the resolution of its modification time looks unchanged. So a file is read only
+    once its time is older than that resolution (`resolution_seconds`), and a digest that was read is always right.
     """
 
     storage_root: Path
@@ -94,10 +101,13 @@ class FileDigests:
         known = self._known.get(name)
         if known and known[:2] == stamp:
             return str(known[2])
-        read_at = time.time_ns()
+        age = (time.time_ns() - status.st_mtime_ns) / 1e9
+        settled = resolution_seconds(status.st_mtime_ns)
+        if 0 <= age < settled:
+            time.sleep(settled - age)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if read_at - status.st_mtime_ns > 2_000_000_000:
+        if age >= 0:  # a time in the future never grows old: such a file is read again each time
             self._known[name] = [*stamp, digest]
             self._changed = True
         return digest
