@@ -58,7 +58,7 @@ serve-check: $(INSTALLED) $(SERVE_INSTALLED)  ## does vLLM accept what our evalu
 	$(BIN)/python -m flows.serve_check $(NAME)
 
 serve: $(INSTALLED)  ## Prefect server, UI and all deployments in one terminal
-	$(BIN)/python -m flows.serve
+	$(BIN)/python -m flows.runtime.worker
 
 # Prefect on loopback with pools: `make server` in one terminal, `make worker` in another, then `make deploy` once and
 # `prefect deployment run train-dflash/quickstart --watch` with PREFECT_API_URL=http://127.0.0.1:4200/api.
@@ -77,7 +77,7 @@ deploy: $(INSTALLED)  ## pools and deployments of prefect.yaml on that server
 	$(PREFECT) deploy --all
 
 worker: $(INSTALLED)  ## one worker for each of the two pools
-	$(PREFECT_ENV) $(BIN)/python -m flows.abandoned
+	$(PREFECT_ENV) $(BIN)/python -m flows.runtime.crashed_runs
 	trap 'kill 0' INT TERM; \
 	$(PREFECT) worker start --pool dflash-train & $(PREFECT) worker start --pool dflash-data & wait
 

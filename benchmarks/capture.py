@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash_core.model.fit import target_layer_ids
-from dflash_core.model.target import Target, materialise
+from dflash_core.target.captured_layers import target_layer_ids
+from dflash_core.target.target import Target, materialise
 
 ROOT = Path(__file__).parent.parent
 

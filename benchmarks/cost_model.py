@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_core.anchors import draft_slots
 from dflash_core.batching import build_plan
 from dflash_core.config import STRATEGIES
-from dflash_core.model.anchors import draft_slots
 from dflash_core.training.calibrate import Meter, calibrate, work_of
-from dflash_core.training.setup import Run
+from dflash_core.training.run import Run
 
 
 def main() -> None:

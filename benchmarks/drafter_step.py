@@ -27,8 +27,8 @@ BASE = {"samples": 8, "length": 512, "anchors": 64, "layers": 3, "max_draft_slot
 def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[Any, ...]:
     import torch
 
-    from dflash_core.model.drafter import DFlashDrafter, DrafterShape
-    from dflash_core.model.loss import TargetHeads
+    from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+    from dflash_core.objective.loss import TargetHeads
 
     shape = DrafterShape(
         hidden_size=576,
@@ -60,7 +60,7 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
 
 def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
     from dflash_core.config import ObjectiveConfig
-    from dflash_core.model.loss import microbatch_loss
+    from dflash_core.objective.loss import microbatch_loss
 
     sums = microbatch_loss(
         drafter,

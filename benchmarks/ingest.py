@@ -32,7 +32,7 @@ from dflash_core.data.containers import read_rows
 from dflash_core.data.formats import RowReader, detect_format
 from dflash_core.data.ingest import ingest_file
 from dflash_core.data.stdlib_corpus import corpus_rows
-from dflash_core.model.materialise import materialise
+from dflash_core.target.materialise import materialise
 
 CONFIG = DataConfig(max_length=1_000_000, max_reject_share=1.0)
 BATCH = 512

@@ -29,15 +29,17 @@ import numpy as np
 import torch
 
 from dflash_core.config import ObjectiveConfig
-from dflash_core.model.drafter import DFlashDrafter, drafter_shape
-from dflash_core.model.loss import LossSums, TargetHeads
-from dflash_core.model.target import Target, resolve_dtype
-from dflash_core.training import setup
-from dflash_core.training.capture import Capture, FeatureSpec, TargetCapture, make_capture
-from dflash_core.training.feed import Schedule, build_microbatch, validation_rows
-from dflash_core.training.first_weights import start_from_target
+from dflash_core.dataflow.capture_cache import make_capture
+from dflash_core.dataflow.schedule import Schedule, build_microbatch, validation_rows
+from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.initial_weights import start_from_target
+from dflash_core.microbatch import FeatureSpec
+from dflash_core.objective.loss import LossArguments, LossSums, TargetHeads, loss_of
+from dflash_core.target.capture import Capture, TargetCapture
+from dflash_core.target.compute_dtype import resolve_dtype
+from dflash_core.target.target import Target
+from dflash_core.training import run as setup
 from dflash_core.training.optim import Gradients, build_optimizer, learning_rate
-from dflash_core.training.validation import LossArguments, loss_of
 
 RESAMPLES = 10_000
 

@@ -27,8 +27,8 @@ from dflash_core.data.answers import Generator, Request
 from dflash_core.data.chat import ChatEncoder
 from dflash_core.data.endpoint import Endpoint
 from dflash_core.data.stdlib_corpus import corpus_rows
-from dflash_core.model.generate import BatchDecoder
-from dflash_core.model.target import Target
+from dflash_core.decoding.generate import BatchDecoder
+from dflash_core.target.target import Target
 
 
 def make_requests(encoder: ChatEncoder, count: int, longest: int) -> list[Request]:

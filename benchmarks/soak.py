@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil  # noqa: E402
 
-from dflash_core.training.launcher import TrainingFailed, launch  # noqa: E402
-from dflash_core.training.supervise import read_records  # noqa: E402
+from dflash_core.launch.launcher import TrainingFailed, launch  # noqa: E402
+from dflash_core.launch.rank_status import read_records  # noqa: E402
 from tests.tiny_target import make_tiny_target  # noqa: E402
 from tests.training_run import assert_nothing_left, losses, weights, write_run  # noqa: E402
 
@@ -54,7 +54,7 @@ def strike(run_dir: Path, seconds: float, victim: str, number: signal.Signals, d
     torchrun = [
         p
         for p in psutil.process_iter()
-        if "dflash_core.training.launcher" in _command(p) and str(run_dir / "run.json") in _command(p)
+        if "dflash_core.launch.launcher" in _command(p) and str(run_dir / "run.json") in _command(p)
     ]
     ranks = [r for r in read_records(run_dir) if r["role"] == victim and psutil.pid_exists(r["pid"])]
     for pid in [r["pid"] for r in ranks] or [p.pid for p in torchrun]:

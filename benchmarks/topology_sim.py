@@ -28,11 +28,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.timeline import Rates, Timeline, simulate  # noqa: E402
 from dflash_core.batching import REFERENCE, BatchingConfig, CostModel, build_plan  # noqa: E402
 from dflash_core.config import TrainingConfig  # noqa: E402
-from dflash_core.training.feed import Assignment, Schedule  # noqa: E402
-from dflash_core.training.simulate import Rates, Timeline, simulate  # noqa: E402
-from dflash_core.training.topology import make_layout  # noqa: E402
+from dflash_core.dataflow.assignment import Assignment
+from dflash_core.dataflow.schedule import Schedule  # noqa: E402
+from dflash_core.launch.layout import make_layout  # noqa: E402
 
 TOKEN_BUDGET, NUM_ANCHORS, BLOCK_SIZE = 49_152, 512, 16
 FEATURE_BYTES = 5 * 4096 * 2  # a token: 5 layers, width 4,096, bfloat16
@@ -161,7 +162,7 @@ DELAYS = {"capture": 0.006, "train": 0.004}  # seconds a token
 
 def check() -> dict[str, Any]:
     """Real processes whose captures and trainings take given times, beside the timeline of the same plan."""
-    from dflash_core.training.setup import Run
+    from dflash_core.training.run import Run
     from tests.injected_faults import slow_work
     from tests.ranks import run_ranks
     from tests.tiny_target import make_tiny_target

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from dflash_core.training.progress import MetricsFile
+from dflash_core.training.metrics_file import MetricsFile
 from tests.integration.flow_runs import flow_command, training_steps
 
 
@@ -38,7 +38,7 @@ def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
 def cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
     """Of the flow's own process and of its embedded Prefect server; ranks and torchrun are others."""
     flow = psutil.Process(process.pid)
-    servers = [p for p in flow.children() if "flows.embedded" in p.cmdline()]
+    servers = [p for p in flow.children() if "flows.runtime.embedded_server" in p.cmdline()]
     everyone = {"flow": [flow], "server": [q for p in servers for q in [p, *p.children(recursive=True)]]}
     return {
         name: sum(times.user + times.system for times in (p.cpu_times() for p in processes))

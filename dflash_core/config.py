@@ -17,6 +17,8 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from dflash_core.errors import UserError
+
 STRATEGIES = ("sorted", "sorted_fresh", "random", "bucketed", "packed")
 Strategy = Literal["sorted", "sorted_fresh", "random", "bucketed", "packed"]
 DType = Literal["auto", "bfloat16", "float32"]
@@ -24,10 +26,6 @@ DATA_COLUMNS = (  # what the formats read, see dflash_core/data/formats.py
     "messages", "conversations", "conversation", "tools", "system", "system_prompt", "history", "instruction", "input",
     "prompt", "question", "response", "completion", "answer", "output", "input_ids", "loss_mask",
 )  # fmt: skip
-
-
-class UserError(ValueError):
-    """A user's mistake: the message names the field or the file and line, the value, and what is allowed."""
 
 
 def execution_field(default: Any) -> Any:

@@ -3,7 +3,7 @@
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("advise"))
@@ -12,9 +12,10 @@ from datetime import timedelta
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import AdviseOptions
-from flows.entry import run_flow
-from tasks import artifacts, report
+from flows.runtime.deployments import AdviseOptions
+from flows.runtime.entry import run_flow
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.reporting import tables
 
 
 @run_flow("advise")
@@ -58,8 +59,8 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
         ),
         ("recommendation", f"{strategy}: {reason}"),
     ]
-    report.print_table(f"{config.deployment}: predicted, {basis}", rows)
-    text = report.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
+    tables.print_table(f"{config.deployment}: predicted, {basis}", rows)
+    text = tables.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
     artifacts.report("advice", config.deployment, text, steps.root_of(config), "predicted costs")
     return {
         "strategies": {

@@ -5,7 +5,7 @@ costs.
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("compare-strategies"))
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import CompareOptions
-from flows.entry import run_flow
+from flows.runtime.deployments import CompareOptions
+from flows.runtime.entry import run_flow
 from tasks import compare
 
 

@@ -5,16 +5,17 @@
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("evaluate-drafter"))
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import EvaluateOptions
-from flows.entry import run_flow
+from flows.runtime.deployments import EvaluateOptions
+from flows.runtime.entry import run_flow
 from tasks import report
+from tasks.reporting import tables
 
 
 @run_flow("evaluate-drafter")
@@ -22,7 +23,7 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
     """Returns the evaluation."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
-    report.print_table(
+    tables.print_table(
         f"{config.deployment}: {directory}",
         [*report.evaluation_rows(evaluated["evaluation"]), *report.acceptance_rows(evaluated["evaluation"])],
     )

@@ -3,16 +3,17 @@
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("preview-data"))
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import PreviewOptions
-from flows.entry import run_flow
-from tasks import ingest, preview, report
+from flows.runtime.deployments import PreviewOptions
+from flows.runtime.entry import run_flow
+from tasks import ingest, preview
+from tasks.reporting import tables
 
 
 @run_flow("preview-data")
@@ -24,6 +25,6 @@ def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object
     tokenizer = ingest.load_tokenizer(
         str(steps.target_directory(config, target)), config.target.trust_remote_code
     )
-    report.print_table(f"{config.deployment}: data", preview.file_rows(dataset.pointers))
+    tables.print_table(f"{config.deployment}: data", preview.file_rows(dataset.pointers))
     rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.limit)
     return {"rows": rows}

@@ -5,15 +5,15 @@ else.
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("rebucket"))
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import FlowOptions
-from flows.entry import run_flow
+from flows.runtime.deployments import FlowOptions
+from flows.runtime.entry import run_flow
 
 
 @run_flow("rebucket")

@@ -3,7 +3,7 @@
 
 import sys
 
-from flows import cli
+from flows.runtime import cli
 
 if __name__ == "__main__":
     sys.exit(cli.main("train-dflash"))
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dflash_core.config import RunConfig
 from flows import steps
-from flows.deployments import FlowOptions
-from flows.entry import run_flow
+from flows.runtime.deployments import FlowOptions
+from flows.runtime.entry import run_flow
 
 
 @run_flow("train-dflash")

@@ -11,7 +11,8 @@ from typing import Any
 
 from dflash_core.batching.cost import CostModel
 from dflash_core.config import RunConfig, from_dict, to_dict
-from tasks.stages import stage, write_json
+from dflash_core.files import write_json
+from tasks.storage.stages import stage
 
 CPU_FLOPS, GPU_FLOPS = 1e11, 4e14  # sustained, where nothing was measured
 
@@ -68,7 +69,7 @@ def calibrate(
 
     from dflash_core.training.calibrate import Meter
     from dflash_core.training.calibrate import calibrate as measure
-    from dflash_core.training.setup import Run
+    from dflash_core.training.run import Run
 
     del machine, target_fingerprint, dataset_digest  # the key
     disable_progress_bar()

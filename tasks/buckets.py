@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_core.config import BatchingConfig
 from tasks.length_profile import read_profile
-from tasks.stages import stage
+from tasks.storage.stages import stage
 
 CURVE_BUCKETS = 64  # efficiency is shown for 1 to this many buckets
 
@@ -39,7 +39,7 @@ def bucket_edges(
 ) -> dict[str, Any]:
     """Writes edges.json (edges, efficiency against the number of buckets, the knee) and two plots."""
     from dflash_core.batching.buckets import edge_curve
-    from tasks import plots
+    from tasks.reporting import plots
 
     del histogram_digest  # the key
     histogram = read_profile(Path(profile_directory))

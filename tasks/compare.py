@@ -13,10 +13,15 @@ from numpy.typing import NDArray
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
+from dflash_core import run_statistics as comparison
 from dflash_core.config import RunConfig, from_dict
-from tasks import artifacts, comparison, report, runs, tracking
+from dflash_core.files import content_digest, write_json
+from tasks import report
 from tasks.plans import Lengths
-from tasks.stages import PUBLISH_SECONDS, RETRY_IO, content_digest, write_json
+from tasks.reporting import mlflow_client, tables
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.storage import run_directory as runs
+from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 SHOWN = {  # column of the report: figure
     "real tokens/s": "tokens_per_second",
@@ -132,7 +137,7 @@ def write_comparison(
     runs.point_latest(directory)
     artifacts.report("report", settings.deployment, text, directory, found["recommendation"])
     for result in results:
-        tracking.log_summary(
+        mlflow_client.log_summary(
             settings,
             result.trained["mlflow_run_id"],
             metrics=run_metrics(
@@ -196,7 +201,7 @@ def run_metrics(
 def table(found: dict[str, Any], columns: dict[str, str]) -> tuple[list[str], list[list[str]]]:
     """Header and one row a strategy."""
     rows = [
-        [strategy, *(report.show(row.get(figure)) for figure in columns.values())]
+        [strategy, *(tables.show(row.get(figure)) for figure in columns.values())]
         for strategy, row in found["strategies"].items()
     ]
     return ["strategy", *columns], rows
@@ -210,7 +215,7 @@ def to_markdown(found: dict[str, Any]) -> str:
         + (", so they are ranked." if found["ranked"] else ": too much for a ranking."),
         "Samples and anchors of an epoch: "
         + {True: "the same for all.", False: "NOT the same.", None: "not checked."}[found["anchors_equal"]],
-        f"Mean loss of the initial weights over the epoch: {report.show(found['initial_loss_level'], 5)}, "
+        f"Mean loss of the initial weights over the epoch: {tables.show(found['initial_loss_level'], 5)}, "
         f"largest relative difference {spread:.1e}."
         if spread is not None
         else "Mean loss of the initial weights: not checked.",
@@ -220,20 +225,20 @@ def to_markdown(found: dict[str, Any]) -> str:
         f"**{found['recommendation']}**",
         f"Seeds: {', '.join(map(str, found['seeds']))}. Bucket edges: {', '.join(map(str, found['edges']))}.",
         "## Throughput and batches",
-        report.markdown_table(*table(found, SHOWN)),
+        tables.markdown_table(*table(found, SHOWN)),
         "Throughput leaves out the first steps of runs of more than six; tokens are real tokens, never slots. "
         "Capture and drafter are "
         "each measured alone. Predicted seconds are those of the cost model, calibrated before training on a few "
         "microbatches of this data on this machine. Mixing 1 is as good as random samples.",
         "![throughput](plots/throughput.png) ![efficiency](plots/efficiency_by_strategy.png)",
         "## Training",
-        report.markdown_table(*table(found, TRAINED)),
-        f"Level: loss {report.show(found['loss_level'])}, which every run reaches at its end.",
+        tables.markdown_table(*table(found, TRAINED)),
+        f"Level: loss {tables.show(found['loss_level'])}, which every run reaches at its end.",
         "\n".join(f"- {line}" for line in checks),
         "![loss by samples](plots/loss_samples.png) ![loss by time](plots/loss_seconds.png)",
         "![acceptance](plots/acceptance.png)",
         "## Does composition make the loss swing?",
-        report.markdown_table(*table(found, STATISTICS)),
+        tables.markdown_table(*table(found, STATISTICS)),
         "Within each epoch the step loss is regressed on a cubic trend, then on it, the step's mean "
         "length and its source shares. R2 is the share of the swings around the trend that length and "
         "sources explain; the lag-1 autocorrelation of the rest shows clusters of similar steps. `-`: too few "
@@ -244,7 +249,7 @@ def to_markdown(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], metrics: Sequence[comparison.RunMetrics], directory: Path) -> None:
     """All plots of a comparison."""
-    from tasks import plots
+    from tasks.reporting import plots
 
     rows = found["strategies"]
     plots.efficiency_by_strategy(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, UserError, from_dict
+from dflash_core.config import DataConfig, from_dict
 from dflash_core.data.chat import ChatEncoder, Rejection
 from dflash_core.data.prompts import ChatPrompt, read_prompts
 from dflash_core.data.store import TokenStore
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.evaluate import Evaluation, evaluate
-from dflash_core.model.speculate import Prompt, Sampling
-from dflash_core.model.target import Target
+from dflash_core.decoding.evaluate import Evaluation, evaluate
+from dflash_core.decoding.speculate import Prompt, Sampling
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.errors import UserError
+from dflash_core.target.target import Target
 from tasks.evaluate import VALIDATION_SET
 from tasks.ingest import load_tokenizer
 

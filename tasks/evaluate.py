@@ -9,8 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig, UserError
-from tasks.stages import FileDigests, stage
+from dflash_core.config import EvaluationConfig
+from dflash_core.errors import UserError
+from tasks.storage.stages import FileDigests, stage
 
 VALIDATION_SET = "validation"
 
@@ -40,7 +41,7 @@ def prompt_sets(
 @stage(
     "evaluate",
     version=7,
-    sources=("dflash_core.model.evaluate", "dflash_core.model.export", "dflash_core.data.prompts"),
+    sources=("dflash_core.decoding.evaluate", "dflash_core.drafter.export", "dflash_core.data.prompts"),
     locations=("where",),
 )
 def evaluate_drafter(
@@ -63,11 +64,11 @@ def evaluate_drafter(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from dflash_core.model.export import load_drafter
-    from dflash_core.model.speculate import Sampling
-    from dflash_core.model.target import Target
-    from tasks import plots
+    from dflash_core.decoding.speculate import Sampling
+    from dflash_core.drafter.export import load_drafter
+    from dflash_core.target.target import Target
     from tasks.decoding import PromptSets, decode_all
+    from tasks.reporting import plots
 
     del drafter_digest, target_fingerprint  # the key
     disable_progress_bar()

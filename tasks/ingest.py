@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RunConfig, decisive
-from tasks.files import find_files
-from tasks.stages import RETRY_IO, FileDigests, stage
+from tasks.storage.input_files import find_files
+from tasks.storage.stages import RETRY_IO, FileDigests, stage
 
 LIBRARY = "stdlib"  # the source that stands for no file at all
 
@@ -57,7 +57,7 @@ def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
 @stage(
     "ingest",
     version=3,
-    sources=("dflash_core.data.ingest", "dflash_core.model.anchors"),
+    sources=("dflash_core.data.ingest", "dflash_core.anchors"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
 )

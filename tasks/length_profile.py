@@ -13,7 +13,8 @@ from typing import Any
 
 import sql
 from dflash_core.config import DataConfig
-from tasks.stages import content_digest, stage
+from dflash_core.files import content_digest
+from tasks.storage.stages import stage
 
 RELATIONS = ("length_counts", "length_stats", "length_histogram", "source_stats", "truncation_loss")
 MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)  # candidates of the truncation table

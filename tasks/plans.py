@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dflash_core.config import BatchingConfig, DataConfig, RunConfig, to_dict
-from tasks.stages import stage
+from tasks.storage.stages import stage
 
 COMPARED_EPOCHS = 2  # plans made for strategies that are only compared: the least that shows repeated pairs
 
@@ -51,8 +51,8 @@ def read_lengths(
     shards: tuple[str, ...], validation_share: float, min_validation: int, num_anchors: int, block_size: int
 ) -> Lengths:
     """Lengths, draft slots and sources of the training samples of some shards."""
+    from dflash_core.anchors import draft_slots
     from dflash_core.data.store import TokenStore
-    from dflash_core.model.anchors import draft_slots
 
     store = TokenStore.open(shards, validation_share=validation_share, min_validation_samples=min_validation)
     rows = store.train_indices

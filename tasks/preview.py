@@ -25,7 +25,7 @@ def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig, *, ma
 
     `marks` puts supervised text between two brackets as well, for places without colours.
     """
-    from dflash_core.model.anchors import draw_anchors, eligible_positions
+    from dflash_core.anchors import draw_anchors, eligible_positions
 
     token_ids, loss_mask = store.token_ids(row), store.loss_mask(row)
     anchors = draw_anchors(

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, decisive, from_dict, to_dict
 from tasks.ingest import Source, load_tokenizer
-from tasks.stages import RETRY_IO, FileDigests, stage
+from tasks.storage.stages import RETRY_IO, FileDigests, stage
 
 _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the next, see `release_target`
 
@@ -20,7 +20,7 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
 @stage(
     "regenerate",
     version=3,
-    sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.model.generate"),
+    sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.decoding.generate"),
     locations=("where",),
     timeout_seconds=None,  # a large file takes days; requests have limits, and answers are kept
     **RETRY_IO,
@@ -67,7 +67,7 @@ def _generator(config: RegenerateConfig, model: dict[str, str], tokenizer: Any, 
         from dflash_core.data.endpoint import Endpoint
 
         return Endpoint(config, model["model"], api_key=os.environ.get(config.api_key_env))
-    from dflash_core.model.generate import BatchDecoder
+    from dflash_core.decoding.generate import BatchDecoder
 
     return BatchDecoder(_target(where), tokenizer, config, model)
 
@@ -75,7 +75,7 @@ def _generator(config: RegenerateConfig, model: dict[str, str], tokenizer: Any, 
 def _target(where: dict[str, Any]) -> Any:
     import torch
 
-    from dflash_core.model.target import Target
+    from dflash_core.target.target import Target
 
     device = "cuda" if torch.cuda.is_available() and where["device"] != "cpu" else "cpu"
     key = (where["target_directory"], where["compute_dtype"], device)

@@ -10,12 +10,13 @@ from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
-from rich.console import Console
-from rich.table import Table
 
 from dflash_core.config import RunConfig, from_dict
-from tasks import artifacts, tracking
-from tasks.stages import PUBLISH_SECONDS, RETRY_IO, content_digest, write_json
+from dflash_core.files import content_digest, write_json
+from tasks.reporting import mlflow_client
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.reporting.tables import markdown_table, show
+from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 PLAN_FIGURES = (
     "padding_efficiency",
@@ -152,21 +153,6 @@ def _last(values: Sequence[float]) -> float | None:
     return values[-1] if values else None
 
 
-def show(value: Any, digits: int = 3) -> str:
-    """A figure as text; `-` where there is none."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        return " to ".join(show(v, digits) for v in value)
-    return str(value)
-
-
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the terminal shows: name and text."""
     data, train, evaluation = report["dataset"], report["train"], report["evaluation"]
@@ -226,35 +212,6 @@ def serving_rows(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     lengths = f"{show(compared['engine_acceptance_length'])}, {show(compared['evaluator_acceptance_length'])}"
     verdict = "agree" if found["passed"] else "; ".join(found["failures"])
     return [(f"acceptance length in {found['engine']}, evaluator on the same text", f"{lengths}: {verdict}")]
-
-
-def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns in the terminal."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table with a header in the terminal; where there is none (a log), as wide as it needs."""
-    table = Table(title=title, title_justify="left")
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(table)
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def plans_table(plans: Mapping[str, Mapping[str, float]]) -> str:
@@ -354,7 +311,7 @@ def write_report(
     (run_dir / "report.md").write_text(text, encoding="utf-8")
     write_json(written, report)
     artifacts.report("report", settings.deployment, text, run_dir, "report of the run")
-    tracking.log_summary(
+    mlflow_client.log_summary(
         settings,
         trained["mlflow_run_id"],
         tags={"deployment": settings.deployment},
@@ -367,7 +324,7 @@ def write_report(
             (run_dir / "drafter", "drafter"),
         ],
     )
-    tracking.register_drafter(
+    mlflow_client.register_drafter(
         settings,
         trained["mlflow_run_id"],
         f"dflash-{settings.deployment}",
@@ -421,7 +378,7 @@ def draw_plots(report: Mapping[str, Any], run_dir: Path, edges_directory: Path) 
     """All plots of the report into `plots/`."""
     import shutil
 
-    from tasks import plots
+    from tasks.reporting import plots
 
     directory = run_dir / "plots"
     directory.mkdir(exist_ok=True)

@@ -16,11 +16,14 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from dflash_core.config import RunConfig, UserError, from_dict
+from dflash_core.config import RunConfig, from_dict
+from dflash_core.errors import UserError
+from dflash_core.files import write_json
 from dflash_core.serving import agreement
 from dflash_core.serving.agreement import StepCounts
-from tasks import artifacts, report, tracking
-from tasks.stages import write_json
+from tasks import report
+from tasks.reporting import mlflow_client, tables
+from tasks.reporting import prefect_artifacts as artifacts
 
 SCRIPT = Path(agreement.__file__).with_name("vllm_engine.py")
 RESULT = "serve_check.json"
@@ -139,9 +142,10 @@ def serve_check(
         UserError: no engine, or it failed.
         ServeCheckFailed: after everything is written.
     """
-    from dflash_core.model.export import load_drafter
-    from dflash_core.model.replay import replay
-    from dflash_core.model.target import Target, resolve_dtype
+    from dflash_core.drafter.export import load_drafter
+    from dflash_core.serving.replay import replay
+    from dflash_core.target.compute_dtype import resolve_dtype
+    from dflash_core.target.target import Target
     from tasks.decoding import PromptSets
 
     settings: RunConfig = from_dict(RunConfig, config)
@@ -216,7 +220,7 @@ def first_differences(
     """
     import numpy as np
 
-    from dflash_core.model.acceptance import Difference, Generation, bfloat16_steps, compare
+    from dflash_core.decoding.acceptance import Difference, Generation, bfloat16_steps, compare
 
     plain, speculative = (
         [Generation(token_ids=ids) for ids in answers[n]["token_ids"]] for n in ("plain", "speculative")
@@ -300,9 +304,9 @@ def _write(result: dict[str, Any], config: RunConfig, out: Path, run_directory: 
     )
     if run_directory is not None:
         report.add_serve_check(Path(run_directory), result)
-    tracking.log_summary(
+    mlflow_client.log_summary(
         config,
-        tracking.run_of_directory(config, out, f"serve-check {config.deployment}"),
+        mlflow_client.run_of_directory(config, out, f"serve-check {config.deployment}"),
         metrics=mlflow_metrics(result),
         tags={"serve_check": "passed" if result["passed"] else "failed"},
         artifacts=[(out / RESULT, None), (out / "serve_check.md", None)],
@@ -325,7 +329,7 @@ def mlflow_metrics(result: dict[str, Any]) -> dict[str, float]:
 
 def summary_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and text, for the terminal and the reports."""
-    show, compared, greedy, control = report.show, result["comparison"], result["greedy"], result["control"]
+    show, compared, greedy, control = tables.show, result["comparison"], result["greedy"], result["control"]
     lengths = [show(compared[f"{side}_acceptance_length"]) for side in ("engine", "evaluator")]
     rows = [
         ("passed", "; ".join(result["failures"]) or "yes"),
@@ -351,7 +355,7 @@ def summary_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def to_markdown(result: dict[str, Any]) -> str:
     """serve_check.md."""
-    parts = ["# Served by vLLM", report.markdown_table(["", ""], [list(row) for row in summary_rows(result)])]
+    parts = ["# Served by vLLM", tables.markdown_table(["", ""], [list(row) for row in summary_rows(result)])]
     titles = {"comparison": "## Along the engine's own output", "control": "## Control: layers one off"}
     for key, title in titles.items():
         if (compared := result[key]) is None:
@@ -382,11 +386,11 @@ def positions_table(compared: dict[str, Any]) -> str:
         [
             str(p["position"]),
             f"{p['engine_accepted']} / {compared['engine_steps']} = {p['engine_rate']:.4f}",
-            report.show(p["engine_interval"], 4),
+            tables.show(p["engine_interval"], 4),
             f"{p['evaluator_accepted']} / {compared['evaluator_steps']} = {p['evaluator_rate']:.4f}",
-            report.show(p["evaluator_interval"], 4),
-            report.show(p["agrees"]),
+            tables.show(p["evaluator_interval"], 4),
+            tables.show(p["agrees"]),
         ]
         for p in compared["positions"]
     ]
-    return report.markdown_table(header, rows)
+    return tables.markdown_table(header, rows)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DrafterConfig, TargetConfig
-from dflash_core.model.fit import captured_layers, check_mask_token
-from tasks.stages import RETRY_IO, FileDigests, Stage, content_digest, stage
+from dflash_core.drafter.compatibility import check_mask_token
+from dflash_core.files import content_digest
+from dflash_core.target.captured_layers import captured_layers
+from tasks.storage.stages import RETRY_IO, FileDigests, Stage, stage
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -63,13 +65,13 @@ def tokenizer_fingerprint(directory: Path) -> str:
 @stage(
     "target",
     version=1,
-    sources=("dflash_core.model.materialise",),
+    sources=("dflash_core.target.materialise",),
     locations=("name",),
     **RETRY_IO,
 )
 def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dict[str, Any]:
     """Writes the model into `out/model`."""
-    from dflash_core.model.materialise import materialise
+    from dflash_core.target.materialise import materialise
 
     made = materialise(
         name, out / "model", revision=identity["revision"], trust_remote_code=identity["trust_remote_code"]

@@ -1,7 +1,7 @@
 """Task `train`: one run from its plans to its last step in a child process, its metrics on the way to MLflow.
 
 A run whose key is known resumes, or is skipped when it is finished; the key holds everything that decides the
-result (`tasks.runs`), so the task needs no cache of Prefect's.
+result (`tasks.storage.run_directory`), so the task needs no cache of Prefect's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from prefect import get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
-from dflash_core.config import RunConfig, UserError, from_dict
-from tasks import artifacts, report, runs, tracking
-from tasks.stages import write_json
+from dflash_core.config import RunConfig, from_dict
+from dflash_core.errors import UserError
+from dflash_core.files import write_json
+from tasks import report
+from tasks.reporting import mlflow_client
+from tasks.reporting import mlflow_run as tracking
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.storage import run_directory as runs
 
 PROGRESS_SECONDS = 15.0  # between updates of the progress artifact
 
@@ -105,7 +110,7 @@ def train(
 
 
 def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
-    from dflash_core.training.launcher import launch, stop
+    from dflash_core.launch.launcher import launch, stop
 
     tracker = tracking.Tracker.start(
         config,
@@ -179,7 +184,7 @@ def _explain(config: RunConfig, run: runs.Run, logger: Any) -> None:
 
 
 def _link(config: RunConfig, experiment_id: str, run_id: str) -> None:
-    url = tracking.run_url(config, experiment_id, run_id)
+    url = mlflow_client.run_url(config, experiment_id, run_id)
     artifacts.link("mlflow", config.deployment, url, f"MLflow run {run_id}")
 
 

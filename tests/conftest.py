@@ -39,7 +39,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a local directory; kept between test runs under runs/test-cache."""
-    from dflash_core.model.materialise import materialise
+    from dflash_core.target.materialise import materialise
 
     try:
         packages = [
@@ -47,7 +47,7 @@ def smollm2_dir() -> Path:
         ]
     except importlib.metadata.PackageNotFoundError as error:
         pytest.skip(f"the package {error.name} is not installed: the real target cannot be made")
-    source = (ROOT / "dflash_core" / "model" / "materialise.py").read_bytes()
+    source = (ROOT / "dflash_core" / "target" / "materialise.py").read_bytes()
     key = hashlib.blake2b("\n".join(packages).encode() + source, digest_size=6).hexdigest()
     directory = ROOT / "runs" / "test-cache" / f"smollm2-{key}"
     if not directory.exists():

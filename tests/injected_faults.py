@@ -16,7 +16,7 @@ def small_files(rank: int, *, num_bytes: int) -> None:
 
 def probed(rank: int) -> None:
     """The probe of the largest microbatches runs on a CPU as well."""
-    from dflash_core.training import probe
+    from dflash_core.training import memory_probe as probe
 
     probe.has_fixed_memory = lambda device: True
 
@@ -29,8 +29,8 @@ def out_of_memory(rank: int, *, at: int, call: int, what: str = "train") -> None
     """
     import torch
 
+    from dflash_core.target.capture import TargetCapture
     from dflash_core.training import loop
-    from dflash_core.training.capture import TargetCapture
 
     if rank != at:
         return
@@ -49,8 +49,8 @@ def out_of_memory(rank: int, *, at: int, call: int, what: str = "train") -> None
 
 def slow_work(rank: int, *, seconds: dict[str, float]) -> None:
     """Captures and training passes that take so many seconds a token (`capture`, `train`), no less."""
+    from dflash_core.target.capture import TargetCapture
     from dflash_core.training import loop
-    from dflash_core.training.capture import TargetCapture
 
     for owner, name, kind in ((TargetCapture, "__call__", "capture"), (loop, "loss_of", "train")):
         setattr(owner, name, _slowed(getattr(owner, name), seconds[kind]))

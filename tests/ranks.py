@@ -15,8 +15,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from dflash_core.config import RunConfig
-from dflash_core.training.supervise import explain
-from dflash_core.training.topology import make_layout
+from dflash_core.launch.layout import make_layout
+from dflash_core.launch.rank_status import explain
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -124,7 +124,7 @@ def _agent(run_dir: Path, config: RunConfig, node: int, endpoint: str) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from dflash_core.training.launcher import torchrun_arguments
+    from dflash_core.launch.launcher import torchrun_arguments
 
     os.environ |= {"DFLASH_RDZV_ENDPOINT": endpoint, "LOGLEVEL": "CRITICAL"}
     arguments = torchrun_arguments(config.training, run_dir / "run.json", node_rank=node)

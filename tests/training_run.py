@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from dflash_core.anchors import draft_slots
 from dflash_core.batching import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.data.store import ShardWriter, TokenStore
-from dflash_core.model.anchors import draft_slots
-from dflash_core.training.supervise import read_records
+from dflash_core.launch.rank_status import read_records
 from tests.tiny_target import MASK_TOKEN_ID, VOCAB_SIZE
 
 SETTINGS: dict[str, Any] = {

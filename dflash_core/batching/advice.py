@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from dflash_core.batching.cost import REFERENCE, CostModel, Prediction, Work, predict
 from dflash_core.batching.metrics import plan_metrics
 from dflash_core.batching.plan import build_plan
-from dflash_core.config import BatchingConfig, Strategy, UserError
+from dflash_core.config import BatchingConfig, Strategy
+from dflash_core.errors import UserError
 
 _CAPTURE_TERMS = ("capture_slot", "capture_pair", "capture_microbatch")
 

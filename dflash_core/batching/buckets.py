@@ -25,7 +25,7 @@ import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 Shapes = Literal["dynamic", "static"]
 _CELLS = {"dynamic": 256, "static": 1024}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

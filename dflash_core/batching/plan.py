@@ -28,7 +28,8 @@ from dflash_core.batching.metrics import mixing
 from dflash_core.batching.ordering import close_steps, deal, interleave, random_order, take_microbatches
 from dflash_core.batching.randomness import stream_key
 from dflash_core.batching.strategies import cut_microbatches
-from dflash_core.config import BatchingConfig, UserError, to_dict
+from dflash_core.config import BatchingConfig, to_dict
+from dflash_core.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.batching.plan import BatchPlan
-from dflash_core.config import BatchingConfig, UserError, from_dict
+from dflash_core.config import BatchingConfig, from_dict
+from dflash_core.errors import UserError
 
 _SUMS = ("tokens", "squared_lengths", "draft_slots", "draft_pairs")
 _ROWS_PER_GROUP = 1 << 20

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dflash_core.batching.buckets import edges_of_lengths, length_counts
 from dflash_core.batching.cores import on_all_cores
 from dflash_core.batching.randomness import shuffled, stream_key
-from dflash_core.config import BatchingConfig, UserError
+from dflash_core.config import BatchingConfig
+from dflash_core.errors import UserError
 
 _KEY_MICROBATCHES = 6  # sorted_fresh: a sort key holds at least this many
 _MAX_PAIRS = 64  # packed: oldest candidates tried for an exact completion; the third on average succeeds

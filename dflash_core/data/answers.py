@@ -37,7 +37,7 @@ class Answer:
 
 
 class Generator(Protocol):
-    """Whoever writes the answers: `dflash_core.model.generate.BatchDecoder`, `endpoint.Endpoint`."""
+    """Whoever writes the answers: `dflash_core.decoding.generate.BatchDecoder`, `endpoint.Endpoint`."""
 
     identity: dict[str, Any]  # all that decides an answer beside the prompt; JSON types
 

@@ -32,8 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.template import ChatTemplate, RefusedError, Span
+from dflash_core.errors import UserError
 
 _BREAKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in interchanged text
 _BREAK_PATTERN = re.compile("[\ufdd0-\ufdef]")

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from dflash_core.config import UserError
 from dflash_core.data.chat import Rejection
+from dflash_core.errors import UserError
 
 MAX_ROW_BYTES = 64 << 20
 _CHUNK = 1 << 20

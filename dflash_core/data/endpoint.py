@@ -19,9 +19,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from typing import Any
 
-from dflash_core.config import RegenerateConfig, UserError
+from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import Answer, Message, Request
 from dflash_core.data.chat import Rejection
+from dflash_core.errors import UserError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 _PASSING = (408, 409, 429)

@@ -34,8 +34,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
+from dflash_core.errors import UserError
 
 Row = Mapping[str, Any]
 ROLES = {

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.config import DataConfig, UserError, to_dict
+from dflash_core.config import DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, load_template
 from dflash_core.data.containers import RawRow, read_rows
 from dflash_core.data.formats import ACCEPTED, RowReader, Tokens, detect_format
 from dflash_core.data.store import ShardWriter
+from dflash_core.errors import UserError
 
 STDLIB = "stdlib"
 _BATCH_ROWS = 512

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
 from dflash_core.data.containers import read_rows
 from dflash_core.data.formats import RowReader
+from dflash_core.errors import UserError
 
 Messages = list[dict[str, Any]]
 

@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_core.config import DATA_COLUMNS, DataConfig, UserError
+from dflash_core.config import DATA_COLUMNS, DataConfig
 from dflash_core.data.answers import LENGTH, Answer, AnswerCache, Generator, Message, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection
 from dflash_core.data.containers import RawRow
 from dflash_core.data.formats import REASONING_FIELDS, RowReader
 from dflash_core.data.ingest import open_rows
+from dflash_core.errors import UserError
 
 ROWS_AHEAD = 1024
 LINE_SECONDS = 10.0  # between lines of progress where there is no terminal

@@ -35,8 +35,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from dflash_core.config import UserError
-from dflash_core.model.anchors import eligible_positions
+from dflash_core.anchors import eligible_positions
+from dflash_core.errors import UserError
 
 FORMAT_VERSION = 1
 _KEY_RANGE = 1 << 64

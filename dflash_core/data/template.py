@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]

@@ -1,7 +1,7 @@
 """Attention of draft blocks over a packed context: every block reads its sample's context before its anchor,
 and itself.
 
-The rule is `dflash_core.model.visibility`. Three implementations of one signature, tested against each other:
+The rule is `dflash_core.visibility`. Three implementations of one signature, tested against each other:
 
 - `block_attention_reference`: dense mask, a few lines, any dtype (float64 as the oracle);
 - `block_attention` on CPU tensors: tiles of neighbouring blocks, cost proportional to the visible context;
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash_core.model.visibility import context_mask
+from dflash_core.visibility import context_mask
 
 # Blocks of a CPU tile: more make larger products, and more scores that are masked (slots of other blocks).
 # A tile ends earlier when its anchors spread over more than TILE_SPREAD rows and a quarter of the context.

@@ -8,8 +8,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from dflash_core.config import UserError
-from dflash_core.training.supervise import RankRecord, Stopped, StopSignal, end_with_parent, reporting
+from dflash_core.errors import Stopped, UserError
+from dflash_core.launch.rank_status import RankRecord, reporting
+from dflash_core.launch.stop_signal import StopSignal, end_with_parent
 
 EXIT_STOPPED = 143
 
@@ -18,10 +19,10 @@ def main(path: Path) -> int:
     """Exit code: 0 finished, 1 failed (the report is in the run's directory), 143 stopped by a signal."""
     stop = StopSignal()  # before anything slow
     end_with_parent()
+    from dflash_core.launch.layout import make_layout, role_of
+    from dflash_core.launch.process_groups import rank_of_process, set_up, tear_down
     from dflash_core.training.rank import run_rank
-    from dflash_core.training.setup import Run
-    from dflash_core.training.topology import make_layout, role_of
-    from dflash_core.training.world import rank_of_process, set_up, tear_down
+    from dflash_core.training.run import Run
 
     run = Run.load(path)
     rank = rank_of_process()

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from dflash_core.batching.cost import CostModel, Work
 from dflash_core.data.store import TokenStore
-from dflash_core.training import setup
-from dflash_core.training.capture import TargetCapture
-from dflash_core.training.feed import Microbatch, build_microbatch
-from dflash_core.training.setup import Run
-from dflash_core.training.topology import make_layout
-from dflash_core.training.validation import LossArguments, loss_of
-from dflash_core.training.world import World, pick_devices
+from dflash_core.dataflow.schedule import build_microbatch
+from dflash_core.launch.layout import make_layout
+from dflash_core.launch.process_groups import World, pick_devices
+from dflash_core.microbatch import Microbatch
+from dflash_core.objective.loss import LossArguments, loss_of
+from dflash_core.target.capture import TargetCapture
+from dflash_core.training import run as setup
+from dflash_core.training.run import Run
 
 MAX_SLOTS = 16_384  # of a measured microbatch: larger budgets are extrapolated
 ROUNDS = 3  # their mean counts: what disturbs a measurement here disturbs training as well

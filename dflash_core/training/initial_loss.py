@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.loss import LossSums
-from dflash_core.training.capture import Features
-from dflash_core.training.feed import Microbatch
-from dflash_core.training.validation import LossArguments, loss_of
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.microbatch import Features, Microbatch
+from dflash_core.objective.loss import LossArguments, LossSums, loss_of
 
 PHASE = "check the initial loss"
 

@@ -25,41 +25,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.export import save_drafter
-from dflash_core.model.loss import LossSums
-from dflash_core.training.capture import Capture, Features, FeatureSpec
+from dflash_core.dataflow.assignment import Assignment, assignments_of_step, validation_assignments
+from dflash_core.dataflow.device_clock import DeviceClock
+from dflash_core.dataflow.schedule import Schedule
+from dflash_core.dataflow.transfer import Delivery
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.drafter.export import save_drafter
+from dflash_core.errors import RunFailed, Stopped
+from dflash_core.launch.layout import Layout, split_advice
+from dflash_core.launch.process_groups import World
+from dflash_core.launch.rank_status import RankRecord
+from dflash_core.launch.stop_signal import PEER_GRACE_SECONDS, StopSignal
+from dflash_core.microbatch import Features, FeatureSpec, Microbatch
+from dflash_core.objective.loss import LossArguments, LossSums, loss_of
+from dflash_core.target.capture import Capture
 from dflash_core.training.checkpoint import Checkpointer, State
-from dflash_core.training.clock import DeviceClock
-from dflash_core.training.feed import Assignment, Microbatch, Schedule
+from dflash_core.training.console import Reporter
 from dflash_core.training.initial_loss import PHASE, InitialLoss
+from dflash_core.training.memory_probe import out_of_memory_advice, probe
+from dflash_core.training.metrics_file import MetricsFile
 from dflash_core.training.optim import build_optimizer, learning_rate
-from dflash_core.training.parallel import full_weights, place_drafter
-from dflash_core.training.probe import out_of_memory_advice, probe
-from dflash_core.training.progress import MetricsFile, Reporter
-from dflash_core.training.setup import Run
+from dflash_core.training.run import Run
+from dflash_core.training.sharding import full_weights, place_drafter
 from dflash_core.training.summary import summarise
-from dflash_core.training.supervise import (
-    PEER_GRACE_SECONDS,
-    RankRecord,
-    RunFailed,
-    Stopped,
-    StopSignal,
-)
-from dflash_core.training.topology import (
-    Layout,
-    assignments_of_step,
-    split_advice,
-    validation_assignments,
-)
-from dflash_core.training.transfer import Delivery
-from dflash_core.training.validation import (
-    LossArguments,
-    accuracy_by_position,
-    loss_of,
-    validation_metrics,
-)
-from dflash_core.training.world import World
+from dflash_core.training.validation import accuracy_by_position, validation_metrics
 
 STOP, OUT_OF_MEMORY = "stop", "out of memory"
 # What a step's seconds went into, summed over the ranks; the fields of TargetReport in split mode.

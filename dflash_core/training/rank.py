@@ -11,34 +11,35 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from dflash_core.config import UserError
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.target import Target
-from dflash_core.training import setup
-from dflash_core.training.capture import Capture, FeatureSpec, make_capture
-from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
-from dflash_core.training.clock import DeviceClock
-from dflash_core.training.decode import NUM_PROMPTS, decoder_of, validation_prompts
-from dflash_core.training.feed import (
+from dflash_core.dataflow.assignment import Assignment, assignments_of_rank
+from dflash_core.dataflow.capture_cache import make_capture
+from dflash_core.dataflow.device_clock import DeviceClock
+from dflash_core.dataflow.prefetch import Prefetcher
+from dflash_core.dataflow.schedule import (
     VALIDATION_EPOCH,
     VALIDATION_STEP,
-    Assignment,
-    Microbatch,
-    Prefetcher,
     Schedule,
     build_microbatch,
     validation_groups,
     validation_rows,
 )
+from dflash_core.dataflow.transfer import capture_here, connect, receive, serve
+from dflash_core.decoding.during_training import NUM_PROMPTS, decoder_of, validation_prompts
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.errors import RunFailed, UserError
+from dflash_core.launch.process_groups import World
+from dflash_core.launch.rank_status import RankRecord
+from dflash_core.launch.stop_signal import StopSignal
+from dflash_core.microbatch import FeatureSpec, Microbatch
+from dflash_core.objective.loss import LossArguments
+from dflash_core.target.capture import Capture
+from dflash_core.target.target import Target
+from dflash_core.training import run as setup
+from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
 from dflash_core.training.initial_loss import InitialLoss
 from dflash_core.training.loop import Trainer
-from dflash_core.training.probe import out_of_memory_advice, probe
-from dflash_core.training.setup import Run
-from dflash_core.training.supervise import RankRecord, RunFailed, StopSignal
-from dflash_core.training.topology import assignments_of_rank
-from dflash_core.training.transfer import capture_here, connect, receive, serve
-from dflash_core.training.validation import LossArguments
-from dflash_core.training.world import World
+from dflash_core.training.memory_probe import out_of_memory_advice, probe
+from dflash_core.training.run import Run
 
 
 def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from dflash_core.launch.rank_status import read_records
 from dflash_core.training.checkpoint import State
-from dflash_core.training.setup import Run
-from dflash_core.training.supervise import read_records
+from dflash_core.training.run import Run
 
 
 def summarise(state: State, run: Run, exported_step: int | None, advice: str) -> dict[str, Any]:

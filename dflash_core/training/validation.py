@@ -7,52 +7,7 @@ all drafter ranks, so they do not depend on how many there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-
-from dflash_core.config import ObjectiveConfig
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.loss import LossSums, TargetHeads, microbatch_loss
-from dflash_core.training.capture import Features
-from dflash_core.training.feed import Microbatch
-
-
-@dataclass(frozen=True)
-class LossArguments:
-    """What is the same for every microbatch of a run."""
-
-    heads: TargetHeads
-    objective: ObjectiveConfig
-    mask_token_id: int
-    max_draft_slots: int
-    device: torch.device
-
-
-def loss_of(
-    drafter: DFlashDrafter, microbatch: Microbatch, features: Features, same: LossArguments, *, backward: bool
-) -> LossSums:
-    """`microbatch_loss` of a microbatch and its captured states."""
-
-    def on_device(array: object) -> torch.Tensor:
-        return torch.as_tensor(array).to(same.device, non_blocking=True)
-
-    return microbatch_loss(
-        drafter,
-        same.heads,
-        features.hidden,
-        on_device(microbatch.token_ids),
-        on_device(microbatch.loss_mask),
-        on_device(microbatch.cu_seqlens),
-        on_device(microbatch.anchors),
-        on_device(microbatch.anchor_sample),
-        objective=same.objective,
-        mask_token_id=same.mask_token_id,
-        max_draft_slots=same.max_draft_slots,
-        labels_T=features.labels,
-        last_hidden=features.last_hidden,
-        backward=backward,
-    )
+from dflash_core.objective.loss import LossSums
 
 
 def accuracy_by_position(sums: LossSums, prefix: str) -> dict[str, float]:

@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_core.batching.cost import CostModel, predict
-from dflash_core.config import STRATEGIES, RunConfig, UserError
-from flows.deployments import FlowOptions
+from dflash_core.config import STRATEGIES, RunConfig
+from dflash_core.errors import UserError
+from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
-from tasks import advice, artifacts, buckets, length_profile, plans, report
+from tasks import advice, buckets, length_profile, plans, report
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.reporting import tables
 
 
 def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> Pointer:
@@ -103,7 +106,7 @@ def show_plans(
     stats = report.dataset_figures(
         profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
     )
-    report.print_table(
+    tables.print_table(
         f"{config.deployment}: data and plans",
         [
             ("samples, tokens", f"{stats['num_samples']:,}, {stats['num_tokens']:,}"),

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import RunConfig, UserError
-from flows.deployments import FlowOptions
-from tasks.stages import STAGES
+from dflash_core.config import RunConfig
+from dflash_core.errors import UserError
+from flows.runtime.deployments import FlowOptions
+from tasks.storage.stages import STAGES
 
 Pointer = dict[str, Any]
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from dflash_core.config import RunConfig, UserError, to_dict
-from flows.deployments import FlowOptions
+from dflash_core.config import RunConfig, to_dict
+from dflash_core.errors import UserError
+from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
-from tasks import artifacts, ingest, length_profile, regenerate, report, target
-from tasks.stages import FileDigests
+from tasks import ingest, length_profile, regenerate, report, target
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.storage.stages import FileDigests
 
 
 def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:

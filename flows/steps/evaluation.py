@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import RunConfig, UserError, to_dict
-from flows.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
+from dflash_core.config import RunConfig, to_dict
+from dflash_core.errors import UserError
+from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
 from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
 from flows.steps.data import ingest_all, prepare_target
 from tasks import evaluate as evaluation
-from tasks import runs
 from tasks import serve_check as checking
-from tasks.stages import FileDigests
+from tasks.storage import run_directory as runs
+from tasks.storage.stages import FileDigests
 
 
 def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_core.config import RunConfig, to_dict
-from flows.deployments import FlowOptions, data_name
+from flows.runtime.deployments import FlowOptions, data_name
 from flows.steps.batches import load_plan
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
 from tasks import compare, plans, report, train
+from tasks.reporting import tables
 
 
 def train_run(
@@ -72,7 +73,7 @@ def write_report(
         edges_directory=str(root_of(config) / edges_pointer["path"]),
     )
     title = f"{config.deployment}, run {Path(trained['run_dir']).name} ({trained['status']})"
-    report.print_table(title, [*report.summary_rows(written), ("report", f"{trained['run_dir']}/report.md")])
+    tables.print_table(title, [*report.summary_rows(written), ("report", f"{trained['run_dir']}/report.md")])
     return written
 
 
@@ -91,8 +92,8 @@ def write_comparison(
     ]
     found = compare.write_comparison(to_dict(config), results, metrics, edges_pointer["edges"])
     for title, columns in (("throughput and batches", compare.SHOWN), ("training", compare.TRAINED)):
-        report.print_wide_table(f"{config.deployment}: {title}", *compare.table(found, columns))
-    report.print_table(
+        tables.print_wide_table(f"{config.deployment}: {title}", *compare.table(found, columns))
+    tables.print_table(
         "recommendation", [("", found["recommendation"]), ("report", f"{found['directory']}/report.md")]
     )
     return found

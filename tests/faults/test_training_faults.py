@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dflash_core.training import launcher
-from dflash_core.training.launcher import TrainingFailed, launch
-from dflash_core.training.supervise import read_records
+from dflash_core.launch import launcher
+from dflash_core.launch.launcher import TrainingFailed, launch
+from dflash_core.launch.rank_status import read_records
 from tests.injected_faults import out_of_memory, small_files
 from tests.ranks import run_ranks
 from tests.training_run import (
@@ -104,7 +104,7 @@ FLOW = """
 import sys
 from dflash_core.config import RunConfig, from_dict
 from dflash_core.training import launcher
-from dflash_core.training.launcher import launch
+from dflash_core.launch.launcher import launch
 import json
 run = json.load(open(sys.argv[1] + "/run.json"))
 launch(sys.argv[1], from_dict(RunConfig, run["config"]))

@@ -112,7 +112,11 @@ class Operations:
     def start_worker(self) -> None:
         """As `make worker` does."""
         subprocess.run(
-            [sys.executable, "-m", "flows.abandoned"], cwd=ROOT, env=self.environment, check=True, timeout=60
+            [sys.executable, "-m", "flows.runtime.crashed_runs"],
+            cwd=ROOT,
+            env=self.environment,
+            check=True,
+            timeout=60,
         )
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "dflash-train"]
         with (self.path / "worker.log").open("ab") as log:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 from tests.integration.flow_runs import BASE, write_rows
 
 ALL_PLANS = ["plan"] * 10  # five strategies, two epochs
@@ -26,9 +26,10 @@ class Recorder:
     """Replaces the bodies of stages by ones that note their names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from dflash_core.training import launcher
-        from tasks import buckets, evaluate, ingest, length_profile, plans, report, target, tracking  # noqa: F401
-        from tasks.stages import STAGES
+        from dflash_core.launch import launcher
+        from tasks import report
+        from tasks.reporting import mlflow_run as tracking  # noqa: F401
+        from tasks.storage.stages import STAGES
 
         self.ran: list[str] = []
         for stage in STAGES.values():
@@ -117,7 +118,7 @@ def place(
 
 def test_what_reruns_after_which_change(place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sql
-    from flows.deployments import merge
+    from flows.runtime.deployments import merge
     from flows.train_dflash import train_dflash
 
     recorder = Recorder(monkeypatch)
@@ -176,8 +177,8 @@ def test_a_training_that_died_is_tried_again_and_goes_on(
 ) -> None:
     from prefect import flow
 
-    from dflash_core.training import launcher
-    from dflash_core.training.launcher import TrainingFailed
+    from dflash_core.launch import launcher
+    from dflash_core.launch.launcher import TrainingFailed
     from tasks.train import train
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -235,8 +236,8 @@ def test_rebucket_touches_new_files_profile_edges_and_plans(
 def test_mistakes_in_the_data_leave_nothing(
     place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.deployments import merge
     from flows.rebucket import rebucket
+    from flows.runtime.deployments import merge
 
     def mistake(message: str, **changes: Any) -> None:
         with pytest.raises(UserError, match=message):
@@ -264,7 +265,7 @@ def test_mistakes_in_the_data_leave_nothing(
 
 def test_compare_writes_one_report_over_paired_runs(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     from flows.compare_strategies import compare_strategies
-    from flows.deployments import merge
+    from flows.runtime.deployments import merge
     from tasks import compare
 
     recorder = Recorder(monkeypatch)
@@ -287,7 +288,7 @@ def test_flow_runs_without_a_process_are_marked_as_crashed(
     from prefect.client.orchestration import get_client
     from prefect.states import Running
 
-    from flows import abandoned
+    from flows.runtime import crashed_runs as abandoned
 
     monkeypatch.setattr(abandoned, "_notes", lambda: tmp_path)
     a_flow = flow(lambda: None, name="a-flow")
@@ -341,8 +342,8 @@ def test_a_runner_that_is_not_installed_is_one_message(place: dict, monkeypatch:
 def test_regenerated_files_are_what_is_ingested(
     place: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.deployments import merge
     from flows.rebucket import rebucket
+    from flows.runtime.deployments import merge
 
     recorder = Recorder(monkeypatch)
     (tmp_path / "data" / "a.jsonl").unlink()

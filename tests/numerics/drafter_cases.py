@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig
-from dflash_core.model.drafter import DFlashDrafter, DrafterShape
-from dflash_core.model.loss import LossSums, TargetHeads, microbatch_loss
+from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+from dflash_core.objective.loss import LossSums, TargetHeads, microbatch_loss
 
 SHAPE = DrafterShape(
     hidden_size=32,

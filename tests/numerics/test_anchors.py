@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_core.model.anchors import (
-    anchor_key,
-    draft_slots,
-    draw_anchors,
-    eligible_positions,
-    philox4x32,
-)
+from dflash_core.anchors import anchor_key, draft_slots, draw_anchors, eligible_positions, philox4x32
 
 
 @pytest.mark.parametrize(

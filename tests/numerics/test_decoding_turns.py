@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig, DrafterConfig, UserError, to_dict
-from dflash_core.model.drafter import DFlashDrafter, drafter_shape
-from dflash_core.model.speculate import Prompt, Sampling, plain_decode
-from dflash_core.model.target import Target
+from dflash_core.config import DataConfig, DrafterConfig, to_dict
+from dflash_core.decoding.speculate import Prompt, Sampling, plain_decode
+from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.errors import UserError
+from dflash_core.target.target import Target
 from tasks.decoding import PromptSets, decode_all
 from tests.tiny_target import MASK_TOKEN_ID
 

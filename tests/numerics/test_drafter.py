@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dflash_core.config import DrafterConfig, ObjectiveConfig, UserError
-from dflash_core.model.drafter import DFlashDrafter, drafter_shape
-from dflash_core.model.loss import block_embeddings, project_microbatch, supervised_slots, target_labels
+from dflash_core.config import DrafterConfig, ObjectiveConfig
+from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.errors import UserError
+from dflash_core.objective.labels import supervised_slots
+from dflash_core.objective.loss import block_embeddings, project_microbatch
+from dflash_core.target.labels import target_labels
 from tests.numerics.dense_drafter import dense_hidden, dense_loss
 from tests.numerics.drafter_cases import (
     SHAPE,

@@ -12,9 +12,9 @@ import pytest
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, from_dict, to_dict
 from dflash_core.data.answers import Answer, Request
 from dflash_core.data.chat import Rejection
-from dflash_core.model.generate import BatchDecoder
-from dflash_core.model.speculate import Prompt, Sampling, plain_decode
-from dflash_core.model.target import Target
+from dflash_core.decoding.generate import BatchDecoder
+from dflash_core.decoding.speculate import Prompt, Sampling, plain_decode
+from dflash_core.target.target import Target
 from tests.tiny_target import make_tiny_tokenizer
 
 PROMPTS = ["def area", "for name in names:", "The target accepts the longest run it would have written", "if"]
@@ -82,7 +82,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
         target_for_all_files,
         where_of,
     )
-    from tasks.stages import FileDigests
+    from tasks.storage.stages import FileDigests
 
     rows = [{"id": n, "instruction": text, "output": "old"} for n, text in enumerate(PROMPTS)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,7 +130,7 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
     """Other sampling, other answers; the size of batches and retries change none."""
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.stages import FileDigests
+    from tasks.storage.stages import FileDigests
 
     def key(target: str = "f", **settings: Any) -> str:
         values = {"target": {"name": str(tiny_target_dir)}, "regenerate": {"enabled": True, **settings}}

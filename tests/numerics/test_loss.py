@@ -5,15 +5,12 @@ import math
 import pytest
 import torch
 
-from dflash_core.config import ObjectiveConfig, UserError
-from dflash_core.model.loss import (
-    LossSums,
-    decay_gamma,
-    decay_weights,
-    dpace_weights,
-    supervised_slots,
-    target_labels,
-)
+from dflash_core.config import ObjectiveConfig
+from dflash_core.errors import UserError
+from dflash_core.objective.labels import supervised_slots
+from dflash_core.objective.loss import LossSums
+from dflash_core.objective.weights import decay_gamma, decay_weights, dpace_weights
+from dflash_core.target.labels import target_labels
 from tests.numerics.drafter_cases import assert_sums_close, make_case, make_drafter, run
 
 

@@ -16,14 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dflash_core.config import DrafterConfig, ObjectiveConfig, UserError
-from dflash_core.model import replay as replaying
-from dflash_core.model import speculate
-from dflash_core.model.drafter import DFlashDrafter, drafter_shape
-from dflash_core.model.evaluate import evaluate
-from dflash_core.model.loss import TargetHeads, microbatch_loss
-from dflash_core.model.replay import replay
-from dflash_core.model.speculate import (
+from dflash_core.config import DrafterConfig, ObjectiveConfig
+from dflash_core.decoding import speculate
+from dflash_core.decoding.evaluate import evaluate
+from dflash_core.decoding.speculate import (
     DrafterContext,
     Prompt,
     Sampling,
@@ -33,7 +29,12 @@ from dflash_core.model.speculate import (
     plain_decode,
     speculative_decode,
 )
-from dflash_core.model.target import Target
+from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.errors import UserError
+from dflash_core.objective.loss import TargetHeads, microbatch_loss
+from dflash_core.serving import replay as replaying
+from dflash_core.serving.replay import replay
+from dflash_core.target.target import Target
 from tests.tiny_target import MASK_TOKEN_ID
 
 BLOCK = 4
@@ -250,7 +251,7 @@ def test_sampling_end_to_end_is_distributed_as_the_target(monkeypatch: pytest.Mo
             initializer_range=0.6, eos_token_id=None, bos_token_id=None, pad_token_id=0,
         )
     ).eval()  # fmt: skip
-    from dflash_core.model import target_attention
+    from dflash_core.target import attention as target_attention
 
     target_attention.register()
     model.set_attn_implementation(target_attention.ATTENTION_NAME)

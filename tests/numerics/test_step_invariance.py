@@ -17,13 +17,12 @@ import torch
 
 from dflash_core.config import ObjectiveConfig
 from dflash_core.data.store import TokenStore
-from dflash_core.model.drafter import DFlashDrafter
-from dflash_core.model.loss import LossSums, TargetHeads
-from dflash_core.model.target import Target
-from dflash_core.training.capture import TargetCapture
-from dflash_core.training.feed import build_microbatch
+from dflash_core.dataflow.schedule import build_microbatch
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.objective.loss import LossArguments, LossSums, TargetHeads, loss_of
+from dflash_core.target.capture import TargetCapture
+from dflash_core.target.target import Target
 from dflash_core.training.optim import Gradients
-from dflash_core.training.validation import LossArguments, loss_of
 from tests.numerics.drafter_cases import (
     SHAPE,
     Case,

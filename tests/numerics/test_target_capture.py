@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
-from dflash_core.model.fit import target_layer_ids
-from dflash_core.model.target import DecodeCache, Target
+from dflash_core.target.captured_layers import target_layer_ids
+from dflash_core.target.target import DecodeCache, Target
 from tests.tiny_target import make_tiny_target
 
 LENGTHS = [5, 1, 17, 3, 9]
@@ -265,6 +265,6 @@ def test_the_real_target_captures_as_transformers_computes(smollm2_dir: Path) ->
 
 
 def test_a_tiny_target_is_the_same_each_time(tmp_path: Path, tiny_target_dir: Path) -> None:
-    from dflash_core.model.materialise import fingerprint
+    from dflash_core.target.materialise import fingerprint
 
     assert fingerprint(make_tiny_target(tmp_path / "again")) == fingerprint(tiny_target_dir)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_core.model.visibility import context_bounds, context_mask
+from dflash_core.visibility import context_bounds, context_mask
 
 
 def drawn(text: str) -> list[list[bool]]:

@@ -134,7 +134,7 @@ def current() -> dict[str, dict[str, object]]:
     import tasks.plans
     import tasks.regenerate
     import tasks.target  # noqa: F401
-    from tasks.stages import STAGES
+    from tasks.storage.stages import STAGES
 
     return {
         name: {"version": s.version, "code": code_digest(s.sources)} for name, s in sorted(STAGES.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_core.model.acceptance import (
+from dflash_core.decoding.acceptance import (
     Generation,
     acceptance_by_position,
     acceptance_interval,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from tasks import artifacts
+from tasks.reporting import prefect_artifacts as artifacts
 
 
 def test_plots_travel_within_the_report(tmp_path: Path) -> None:

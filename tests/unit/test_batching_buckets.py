@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_core.batching import BatchingConfig, build_plan, edge_curve, edges_of_lengths, optimal_edges
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 
 def test_worked_static_edges():

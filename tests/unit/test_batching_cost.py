@@ -10,7 +10,7 @@ import pytest
 from dflash_core.batching import BatchingConfig, CostModel, Work, build_plan
 from dflash_core.batching.advice import check_speeds, forecast_strategies, recommend, split_devices
 from dflash_core.batching.cost import predict
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 MODEL = CostModel(
     capture_slot=1e-3,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.batching import BatchingConfig, build_plan
-from dflash_core.config import STRATEGIES, UserError
+from dflash_core.config import STRATEGIES
+from dflash_core.errors import UserError
 
 BUDGET = 257
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.batching import BatchingConfig, BatchPlan, build_plan, storage
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 
 LENGTHS = np.array([3, 9, 4, 4, 7, 2, 10, 1, 6, 5], np.int32)
 

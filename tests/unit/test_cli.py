@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dflash_core.config import RunConfig, UserError
-from flows import cli, deployments
+from dflash_core.config import RunConfig
+from dflash_core.errors import UserError
+from flows.runtime import cli, deployments
 
 ROOT = Path(__file__).resolve().parents[2]
 

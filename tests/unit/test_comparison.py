@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tasks import compare, comparison, report
+from dflash_core import run_statistics as comparison
+from tasks import compare, report
+from tasks.reporting import tables
 
 
 def run_metrics(strategy: str = "packed", seed: int = 0, steps: int = 40, **changes) -> comparison.RunMetrics:
@@ -147,7 +149,7 @@ def test_markdown_says_what_was_not_checked() -> None:
     ],
 )
 def test_figures_as_text(value: object, text: str) -> None:
-    assert report.show(value) == text
+    assert tables.show(value) == text
 
 
 def test_plan_figures_are_means_and_pairs_start_with_the_second_epoch() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample, mask_by_bytes, token_range
+from dflash_core.errors import UserError
 from tests.chat_families import CHATML, CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
 
 ENCODERS: dict[str, ChatEncoder] = {}

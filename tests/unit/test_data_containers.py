@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dflash_core.config import UserError
 from dflash_core.data import containers
 from dflash_core.data.chat import Rejection
 from dflash_core.data.containers import read_rows
+from dflash_core.errors import UserError
 
 
 def rows_of(path: Path, content: bytes) -> list[tuple[int, Any]]:

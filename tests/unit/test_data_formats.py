@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
 from dflash_core.data.formats import RowReader, Tokens, detect_format
+from dflash_core.errors import UserError
 
 PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 

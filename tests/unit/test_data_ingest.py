@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data import ingest as ingest_module
 from dflash_core.data.chat import Sample
 from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
+from dflash_core.errors import UserError
 from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 Row = dict[str, Any]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import DataConfig, UserError
+from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Rejection
 from dflash_core.data.preview import pieces
 from dflash_core.data.prompts import ChatPrompt, read_prompts
+from dflash_core.errors import UserError
 from tests.chat_families import CONTROLS, MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 

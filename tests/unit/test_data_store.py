@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.config import UserError
 from dflash_core.data.store import ShardWriter, TokenStore, read_manifest, validation_threshold
+from dflash_core.errors import UserError
 
 
 def write(directory: Path, samples: list[list[int]], *, digest: str = "d", source: str = "s") -> Path:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_core.config import UserError
-from dflash_core.model.drafter import DFlashDrafter, DrafterShape
-from dflash_core.model.export import load_drafter, save_drafter
+from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+from dflash_core.drafter.export import load_drafter, save_drafter
+from dflash_core.errors import UserError
 
 SHAPE = DrafterShape(
     hidden_size=32,

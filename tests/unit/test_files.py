@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.config import UserError
-from tasks.files import find_files
+from dflash_core.errors import UserError
+from tasks.storage.input_files import find_files
 
 
 @pytest.fixture

@@ -13,12 +13,13 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-from dflash_core.config import DrafterConfig, UserError
-from dflash_core.model.drafter import DFlashDrafter, DrafterShape, drafter_shape
-from dflash_core.model.export import save_drafter
-from dflash_core.model.target import Target
-from dflash_core.training import setup
-from dflash_core.training.first_weights import counterparts, empty_model, offset_of
+from dflash_core.config import DrafterConfig
+from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, drafter_shape
+from dflash_core.drafter.export import save_drafter
+from dflash_core.drafter.initial_weights import counterparts, empty_model, offset_of
+from dflash_core.errors import UserError
+from dflash_core.target.target import Target
+from dflash_core.training import run as setup
 from tests.tiny_target import make_tiny_target
 from tests.training_run import write_run
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.config import DrafterConfig, UserError
+from dflash_core.config import DrafterConfig
+from dflash_core.errors import UserError
 from tasks.target import check_drafter
 
 

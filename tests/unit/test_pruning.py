@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import pruning
+from tasks import prune as pruning
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.config import DataConfig, RegenerateConfig, UserError
+from dflash_core.config import DataConfig, RegenerateConfig
 from dflash_core.data import regenerate as module
 from dflash_core.data.answers import Answer, AnswerCache, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
 from dflash_core.data.ingest import ingest_file
 from dflash_core.data.regenerate import Progress, regenerate_file
 from dflash_core.data.store import TokenStore
+from dflash_core.errors import UserError
 from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 Row = dict[str, Any]

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import RegenerateConfig, RunConfig, UserError, from_dict
+from dflash_core.config import RegenerateConfig, RunConfig, from_dict
 from dflash_core.data.answers import Answer, Request
 from dflash_core.data.chat import Rejection
 from dflash_core.data.endpoint import Endpoint, wire_messages
+from dflash_core.errors import UserError
 
 
 class Server(ThreadingHTTPServer):
@@ -182,7 +183,7 @@ def test_the_stage_asks_the_endpoint(
 ) -> None:
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.stages import FileDigests
+    from tasks.storage.stages import FileDigests
 
     monkeypatch.setenv("A_KEY", "other")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tasks import report
+from tasks.reporting import tables
 
 
 def test_rejects_and_notes_of_all_files_are_counted() -> None:
@@ -22,7 +23,7 @@ def test_rejects_and_notes_of_all_files_are_counted() -> None:
 
 
 def test_cells_keep_their_bars() -> None:
-    table = report.markdown_table(["reason", "rows"], [["unknown role '<|user|>'", "3"]])
+    table = tables.markdown_table(["reason", "rows"], [["unknown role '<|user|>'", "3"]])
     assert table.splitlines()[2] == "| unknown role '<\\|user\\|>' | 3 |"
 
 

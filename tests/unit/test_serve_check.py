@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import RunConfig, UserError
+from dflash_core.config import RunConfig
+from dflash_core.errors import UserError
 from dflash_core.serving.agreement import (
     StepCounts,
     compare_counts,

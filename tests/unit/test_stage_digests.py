@@ -18,8 +18,8 @@ def test_stage_versions_follow_their_code() -> None:
     assert recorded.keys() == now.keys()
     for name, stage in now.items():
         assert stage["code"] == recorded[name]["code"], (
-            f"stage {name}: the code behind it changed. If equal inputs could now give other outputs, raise `version` of "
-            f"the stage in tasks/, or users keep outdated outputs; then run `{COMMAND}`"
+            f"stage {name}: the code behind it changed. If equal inputs could now give other outputs, raise "
+            f"`version` of the stage in tasks/, or users keep outdated outputs; then run `{COMMAND}`"
         )
         assert stage == recorded[name], (
             f"stage {name}: run `{COMMAND}` to record its version {stage['version']}"

@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_core.config import RunConfig, from_dict, to_dict
-from tasks import runs, stages
-from tasks.stages import FileDigests, Stage, content_digest, read_complete, resolution_seconds
+from dflash_core.files import content_digest
+from tasks.storage import run_directory as runs
+from tasks.storage import stages
+from tasks.storage.stages import FileDigests, Stage, read_complete, resolution_seconds
 
 INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
 

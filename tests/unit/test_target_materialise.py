@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_core.config import UserError
-from dflash_core.model import materialise as module
-from dflash_core.model.materialise import fingerprint, materialise
+from dflash_core.errors import UserError
+from dflash_core.target import materialise as module
+from dflash_core.target.materialise import fingerprint, materialise
 
 
 def test_a_directory_is_taken_as_it_is(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks import tracking
-from tasks.tracking import BATCH_LIMIT, FLUSH_STEPS, Tracker
+from tasks.reporting import mlflow_run as tracking
+from tasks.reporting.mlflow_run import BATCH_LIMIT, FLUSH_STEPS, Tracker
 
 
 class Client:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from dflash_core.batching.cost import Work
+from dflash_core.dataflow.schedule import build_microbatch
 from dflash_core.training.calibrate import Meter, calibrate, choose_microbatches, work_of
-from dflash_core.training.feed import build_microbatch
-from dflash_core.training.setup import Run
+from dflash_core.training.run import Run
 from tests.training_run import write_run
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_core.config import OptimizerConfig, UserError
+from dflash_core.config import OptimizerConfig
+from dflash_core.errors import UserError
 from dflash_core.training import checkpoint
 from dflash_core.training.checkpoint import (
     Checkpointer,

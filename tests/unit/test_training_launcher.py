@@ -19,11 +19,12 @@ from typing import Any
 import psutil
 import pytest
 
-from dflash_core.config import RunConfig, TrainingConfig, UserError
-from dflash_core.training import launcher, supervise
-from dflash_core.training.launcher import MetricsForwarder, node_commands, notify, stop, torchrun_arguments
-from dflash_core.training.progress import MetricsFile
-from dflash_core.training.supervise import RankRecord, explain, read_records
+from dflash_core.config import RunConfig, TrainingConfig
+from dflash_core.errors import UserError
+from dflash_core.launch import launcher, stop_signal
+from dflash_core.launch.launcher import MetricsForwarder, node_commands, notify, stop, torchrun_arguments
+from dflash_core.launch.rank_status import RankRecord, explain, read_records
+from dflash_core.training.metrics_file import MetricsFile
 
 
 def write_lines(path: Path, steps: range, **values: Any) -> None:
@@ -312,9 +313,9 @@ def test_a_launch_waits_for_ranks_of_the_one_before(tmp_path: Path, monkeypatch:
 
 BLOCKED = """
 import threading
-from dflash_core.training import supervise
-supervise.STOP_SECONDS = 0.3
-stop = supervise.StopSignal()
+from dflash_core.launch import stop_signal
+stop_signal.STOP_SECONDS = 0.3
+stop = stop_signal.StopSignal()
 print("ready", flush=True)
 lock = threading.Lock()
 lock.acquire()
@@ -337,7 +338,7 @@ def test_a_rank_whose_main_thread_is_blocked_ends_in_time(monkeypatch: pytest.Mo
 
 def test_a_stop_takes_less_than_28_seconds_in_all() -> None:
     """Ranks end by themselves before they are killed, and both before an engine of 30 s loses patience."""
-    assert supervise.STOP_SECONDS + supervise.PEER_GRACE_SECONDS < launcher.TERMINATE_SECONDS
+    assert stop_signal.STOP_SECONDS + stop_signal.PEER_GRACE_SECONDS < launcher.TERMINATE_SECONDS
     assert launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1 < 28
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from dflash_core.config import RunConfig, from_dict
-from dflash_core.training.capture import Features, FeatureSpec
-from dflash_core.training.feed import Microbatch
-from dflash_core.training.probe import Limits, Probe, leading, out_of_memory_advice
-from dflash_core.training.supervise import RunFailed
+from dflash_core.errors import RunFailed
+from dflash_core.microbatch import Features, FeatureSpec, Microbatch
+from dflash_core.training.memory_probe import Limits, Probe, leading, out_of_memory_advice
 
 SPEC = FeatureSpec(
     hidden_width=2, hidden_dtype=torch.float32, has_labels=False, last_width=0, last_dtype=torch.float32

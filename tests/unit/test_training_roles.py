@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dflash_core.config import TrainingConfig
-from dflash_core.training.clock import DeviceClock
+from dflash_core.dataflow.device_clock import DeviceClock
+from dflash_core.launch.layout import make_layout
 from dflash_core.training.loop import SPENT, role_metrics
-from dflash_core.training.topology import make_layout
 
 
 def test_seconds_of_a_split_step() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.config import UserError
+from dflash_core.errors import UserError
 from dflash_core.training.checkpoint import State
-from dflash_core.training.setup import Run, check_fits
+from dflash_core.training.run import Run, check_fits
 from tests.training_run import write_run
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.timeline import Rates, Timeline, simulate
 from dflash_core.batching import BatchingConfig, build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import TrainingConfig
 from dflash_core.data.store import ShardWriter, TokenStore
-from dflash_core.training.feed import Schedule
-from dflash_core.training.simulate import Rates, Timeline, simulate
-from dflash_core.training.topology import make_layout
+from dflash_core.dataflow.schedule import Schedule
+from dflash_core.launch.layout import make_layout
 
 
 @pytest.fixture(scope="module")

@@ -9,26 +9,18 @@ import pytest
 
 from dflash_core.batching import build_plan
 from dflash_core.batching.storage import save_plan
-from dflash_core.config import BatchingConfig, TrainingConfig, UserError
+from dflash_core.config import BatchingConfig, TrainingConfig
 from dflash_core.data.store import TokenStore
-from dflash_core.training.feed import (
+from dflash_core.dataflow.assignment import (
     Assignment,
-    Prefetcher,
-    Schedule,
-    build_microbatch,
-    validation_groups,
-    validation_rows,
-)
-from dflash_core.training.topology import (
     assignments_of_rank,
     assignments_of_step,
-    devices_of_rank,
-    make_layout,
-    ranks_per_node,
-    role_of,
-    split_advice,
     validation_assignments,
 )
+from dflash_core.dataflow.prefetch import Prefetcher
+from dflash_core.dataflow.schedule import Schedule, build_microbatch, validation_groups, validation_rows
+from dflash_core.errors import UserError
+from dflash_core.launch.layout import devices_of_rank, make_layout, ranks_per_node, role_of, split_advice
 from tests.training_run import write_shard
 
 

@@ -1,0 +1,142 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash_core.config import ObjectiveConfig, TargetConfig
+from dflash_core.dataflow.schedule import Schedule
+from dflash_core.microbatch import Features, FeatureSpec, Microbatch
+from dflash_core.target.capture import Capture, TargetCapture
+from dflash_core.target.target import Target
+
+
+class CaptureCache:
+    """Keeps the features of training samples in memory or on disk, up to a limit.
+
+    Whether a sample is kept is a function of the first plan: groups (its microbatches, in order) as long as
+    they fit. Samples beyond the limit are captured each time, and the start-up line says how many.
+
+    Args:
+        directory: None keeps tensors in memory; else one safetensors file a group, written through a
+            temporary name,
+            shared by all ranks and by later runs with the same key.
+    """
+
+    def __init__(
+        self,
+        capture: TargetCapture,
+        schedule: Schedule,
+        spec: FeatureSpec,
+        limit_gb: float,
+        directory: Path | None,
+    ) -> None:
+        self.capture, self.schedule, self.store, self.spec = capture, schedule, schedule.store, spec
+        self.directory = directory
+        self._memory: dict[int, Features] = {}
+        plan = schedule.plan(0)
+        sizes = np.add.reduceat(self.store.lengths[self.store.train_indices[plan.order]], plan.offsets[:-1])
+        sizes = sizes.astype(np.int64) * spec.bytes_per_token
+        self.num_groups = int(np.searchsorted(np.cumsum(sizes), limit_gb * 1e9, side="right"))
+        self.bytes = int(sizes[: self.num_groups].sum())
+        kept = int(plan.offsets[self.num_groups])
+        rows = self.store.train_indices[plan.order[:kept]]
+        self._group = np.full(len(self.store), -1, dtype=np.int64)
+        self._first = np.zeros(len(self.store), dtype=np.int64)  # of the sample within its group
+        for group in range(self.num_groups):
+            members = rows[plan.offsets[group] : plan.offsets[group + 1]]
+            lengths = self.store.lengths[members].astype(np.int64)
+            self._group[members] = group
+            self._first[members] = np.cumsum(lengths) - lengths
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        where = "memory" if directory is None else str(directory)
+        self.description = (
+            f"capture cache: {kept} of {len(plan.order)} samples, {self.bytes / 1e9:.2f} GB in {where} "
+            f"(target.cache_limit_gb {limit_gb:g})"
+        )
+
+    def __call__(self, microbatch: Microbatch) -> Features:
+        groups = self._group[microbatch.sample_rows]
+        if (groups < 0).all():
+            return self.capture(microbatch)
+        parts: list[list[Tensor]] = [[] for _ in microbatch.sample_rows]
+        absent = np.flatnonzero(groups < 0)
+        if len(absent):
+            rows = microbatch.sample_rows[absent]
+            tokens = self._run(rows, microbatch.width)
+            ends = np.cumsum(self.store.lengths[rows])
+            for i, end in zip(absent, ends):
+                begin = end - self.store.lengths[microbatch.sample_rows[i]]
+                parts[i] = [t[begin:end] for t in tokens.tensors()]
+        for group in np.unique(groups[groups >= 0]):
+            members = np.flatnonzero(groups == group)
+            bounds = [
+                (int(self._first[row]), int(self._first[row] + self.store.lengths[row]))
+                for row in microbatch.sample_rows[members]
+            ]
+            for i, tensors in zip(members, self._read(int(group), bounds)):
+                parts[i] = tensors
+        return self._assemble([torch.cat(column) for column in zip(*parts)])
+
+    def _assemble(self, tensors: list[Tensor]) -> Features:
+        hidden, *rest = tensors
+        labels = rest.pop(0) if self.spec.has_labels else None
+        return Features(hidden, labels, rest.pop(0) if rest else None)
+
+    def _run(self, rows: NDArray[np.int32], width: int) -> Features:
+        token_ids, loss_mask, cu_seqlens = self.store.gather(rows)
+        return self.capture.run(token_ids.astype(np.int64), loss_mask, cu_seqlens.astype(np.int32), width)
+
+    def _read(self, group: int, bounds: list[tuple[int, int]]) -> list[list[Tensor]]:
+        """Slices of a group's tensors, capturing the group first when it is not there."""
+        if self.directory is None:
+            if group not in self._memory:
+                self._memory[group] = self._run(*self.schedule.rows(0, group))
+            return [[t[a:b] for t in self._memory[group].tensors()] for a, b in bounds]
+        path = self.directory / f"group-{group:06d}.safetensors"
+        if not path.exists():
+            features = self._run(*self.schedule.rows(0, group))
+            partial = path.with_suffix(f".{os.getpid()}.tmp")
+            save_file({str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}, partial)
+            os.replace(partial, path)
+        device = self.capture.target.device
+        with safe_open(path, framework="pt") as file:
+            slices = [file.get_slice(name) for name in sorted(file.keys())]
+            return [[s[a:b].to(device) for s in slices] for a, b in bounds]
+
+
+def make_capture(
+    target: Target,
+    config: TargetConfig,
+    objective: ObjectiveConfig,
+    schedule: Schedule,
+    spec: FeatureSpec,
+    cache_root: Path,
+    fingerprint: str,
+) -> tuple[Capture, str]:
+    """The capture that `target.cache` asks for, and a line about the cache ("" without one).
+
+    A directory on disk is named by all that decides the states.
+    """
+    capture = TargetCapture(target, objective)
+    if config.cache == "none":
+        return capture, ""
+    directory = None
+    if config.cache == "disk":
+        decides = [fingerprint, list(target.layer_ids), str(spec), str(target.compute_dtype)]
+        decides += [schedule.store.digest, schedule.digests[0]]
+        key = hashlib.blake2b(json.dumps(decides).encode(), digest_size=16).hexdigest()
+        directory = cache_root / key
+    cache = CaptureCache(capture, schedule, spec, config.cache_limit_gb, directory)
+    return cache, cache.description

@@ -1,0 +1,74 @@
+"""Answers of the target itself: many conversations decoded together, greedily or by sampling."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_core.config import RegenerateConfig
+from dflash_core.data.answers import LENGTH, Answer, Request
+from dflash_core.data.chat import Rejection
+from dflash_core.decoding.acceptance import Generation
+from dflash_core.decoding.speculate import Prompt, Sampling, plain_answers
+from dflash_core.target.target import Target
+
+
+class BatchDecoder:
+    """The local generator (see `dflash_core.data.answers.Generator`).
+
+    `batch_size` prompts are in work at a time, longest first: what does not fit into memory shows at once, and rows
+    beside each other are of similar length. An answer that is done makes room for the next prompt, and is told at
+    once. Random numbers come from a stream named by the request's key, so an answer does not depend on its company.
+
+    Args:
+        target: loaded, with any layer to capture.
+        tokenizer: its own.
+        config: sampling and `batch_size`.
+        model: name and fingerprint of the target, for `identity`.
+    """
+
+    def __init__(
+        self, target: Target, tokenizer: Any, config: RegenerateConfig, model: dict[str, str]
+    ) -> None:
+        self.target, self.tokenizer = target, tokenizer
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=config.seed,
+            batch_size=config.batch_size,
+        )
+        self.identity = {
+            **model,
+            "temperature": config.temperature,
+            "seed": config.seed,
+            "max_tokens": config.max_new_tokens,
+        }
+
+    def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
+        """Answers as they get done; what is asked meanwhile comes in the next round."""
+        limit = getattr(self.target.config, "max_position_embeddings", None)
+        while pending:
+            requests = sorted(pending, key=lambda request: len(request.token_ids), reverse=True)
+            pending.clear()
+            fitting = []
+            for request in requests:
+                length = len(request.token_ids)
+                if limit is None or length + self.sampling.max_new_tokens <= limit:
+                    fitting.append(request)
+                    continue
+                detail = f"{length} tokens and {self.sampling.max_new_tokens} new ones; positions: {limit}"
+                yield request, Rejection("prompt leaves no room for an answer", detail)
+            if fitting:
+                prompts = [Prompt(token_ids=tuple(request.token_ids)) for request in fitting]
+                numbers = [int(request.key[:12], 16) for request in fitting]
+                for i, generation in plain_answers(self.target, prompts, self.sampling, numbers=numbers):
+                    yield fitting[i], self._answer(generation)
+
+    def _answer(self, generation: Generation) -> Answer:
+        """Tokens as text; a character of which the limit cut off the rest is left out."""
+        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        is_cut = generation.finished == LENGTH
+        text = text.rstrip("\ufffd") if is_cut else text
+        message = {"role": "assistant", "content": text}
+        return Answer(message, LENGTH if is_cut else "stop", len(generation.token_ids))

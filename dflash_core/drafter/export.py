@@ -1,0 +1,171 @@
+"""A drafter as a directory that z-lab's code, SGLang and vLLM load: config.json and model.safetensors.
+
+`config.json` says everything that drafting depends on, twice where readers look in two places (`block_size`,
+`rope_theta`). A reader that has to guess the captured layers, the mask token or the block size drafts badly
+without any error, so loading refuses a directory that leaves one out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, plain_rope_theta
+from dflash_core.errors import UserError
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+SIZES = {  # key of config.json -> field of DrafterShape
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "num_target_layers": "num_target_layers",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}
+
+
+def drafter_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of `config.json`."""
+    sliding = shape.sliding_window is not None
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": shape.block_size,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+            "block_size": shape.block_size,
+        },
+        **{key: getattr(shape, name) for key, name in SIZES.items()},
+        "layer_types": ["sliding_attention" if sliding else "full_attention"] * shape.num_layers,
+        "is_causal": False,
+        "use_sliding_window": sliding,
+        "sliding_window": shape.sliding_window,
+        "max_window_layers": 0 if sliding else shape.num_layers,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def save_drafter(drafter: DFlashDrafter, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write `config.json` and `model.safetensors` into `directory`, complete or not at all; replaces it.
+
+    Args:
+        drafter: weights may be sharded (FSDP2): then every rank calls this, and each writes what it is told
+            to.
+        directory: under its final name only when complete.
+        dtype: of the stored weights; None: as they are (float32 masters), so that a reload is bit-equal.
+    """
+    weights = {
+        name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    stored = dtype or next(iter(weights.values())).dtype
+    out = Path(directory)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        save_file(weights, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        (staging / CONFIG_FILE).write_text(json.dumps(drafter_config(drafter.shape, stored), indent=2) + "\n")
+        staging.chmod(0o755)
+        for path in staging.iterdir():
+            path.chmod(0o644)
+        old = staging.with_name(f"{staging.name}.old")
+        if out.exists():
+            os.replace(out, old)  # a directory cannot be renamed over one that holds files
+        os.replace(staging, out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -> DFlashDrafter:
+    """Read a drafter written by `save_drafter`, or by another trainer in the same format.
+
+    Weights come back in the dtype they are stored in; outputs are bit-equal to those before the export.
+
+    Raises:
+        UserError: no such directory, a key that drafting depends on is missing, values that contradict each
+            other, or tensors that do not fit them. The message names the file and the key.
+    """
+    source = Path(directory)
+    path = source / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); allowed: an exported drafter") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); allowed: an exported drafter") from error
+    drafter = DFlashDrafter(_shape(config, path)).to(device)
+    weights_path = source / WEIGHTS_FILE
+    try:
+        weights = load_file(weights_path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{weights_path}: cannot be read ({error}); allowed: safetensors weights") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if wrong := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
+        name = wrong[0]
+        raise UserError(
+            f"{weights_path}: {name} is {found.get(name, 'missing')}; allowed by {CONFIG_FILE}: "
+            f"{expected.get(name, 'no such tensor')} ({len(wrong)} tensors do not fit)"
+        )
+    drafter.load_state_dict(weights, assign=True)
+    return drafter
+
+
+def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
+    """Nothing is defaulted: each value is in the file, or loading fails naming its key."""
+    inner = config.get("dflash_config") or {}
+
+    def need(holder: dict[str, Any], key: str, label: str) -> Any:
+        if holder.get(key) is None:
+            raise UserError(
+                f"{path}: {label} is missing; allowed: the value the drafter was trained with (a guess would "
+                "load and draft badly)"
+            )
+        return holder[key]
+
+    layer_ids = need(inner, "target_layer_ids", "dflash_config.target_layer_ids")
+    mask_token_id = need(inner, "mask_token_id", "dflash_config.mask_token_id")
+    block_sizes = {b for b in (config.get("block_size"), inner.get("block_size")) if b is not None}
+    if len(block_sizes) != 1:
+        raise UserError(
+            f"{path}: block_size is {'missing' if not block_sizes else sorted(block_sizes)}; allowed: one "
+            "value, at the top level, in dflash_config, or the same in both"
+        )
+    if config.get("is_causal"):
+        raise UserError(f"{path}: is_causal is true; allowed: false, slots of a block see each other")
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = set(config.get("layer_types") or [])
+    if kinds and kinds != {"sliding_attention" if window is not None else "full_attention"}:
+        raise UserError(
+            f"{path}: layer_types {sorted(kinds)} with use_sliding_window {window is not None}; allowed: all "
+            "layers full_attention, or all sliding_attention with a sliding_window"
+        )
+    return DrafterShape(
+        **{name: need(config, key, key) for key, name in SIZES.items()},
+        block_size=block_sizes.pop(),
+        mask_token_id=mask_token_id,
+        target_layer_ids=tuple(layer_ids),
+        rope_theta=plain_rope_theta(SimpleNamespace(**config)),
+        sliding_window=window,
+    )

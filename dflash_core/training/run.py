@@ -1,0 +1,221 @@
+"""From `run.json` to the parts of a run on this rank: data, dtypes, target or its frozen ends, drafter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_core.config import RunConfig, decisive, from_dict
+from dflash_core.data.store import TokenStore
+from dflash_core.dataflow.schedule import Schedule
+from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.export import load_drafter
+from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
+from dflash_core.errors import UserError
+from dflash_core.launch.process_groups import World
+from dflash_core.microbatch import FeatureSpec
+from dflash_core.objective.loss import TargetHeads
+from dflash_core.target.captured_layers import captured_layers
+from dflash_core.target.compute_dtype import resolve_dtype
+from dflash_core.target.materialise import fingerprint
+from dflash_core.target.target import Target
+from dflash_core.training.checkpoint import State, differences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """run.json."""
+
+    directory: Path
+    config: RunConfig
+    run_key: str
+    target: Path
+    shards: tuple[Path, ...]
+    plans: tuple[Path, ...]
+    cache: Path
+    total_steps: int | None
+    mlflow_run_id: str | None
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read and check; relative paths are relative to the working directory.
+
+        Raises:
+            UserError: a missing or unreadable file, or a missing field, by name.
+        """
+        try:
+            values = json.loads(path.read_text())
+            paths = values["paths"]
+            return cls(
+                directory=Path(paths["run"]),
+                config=from_dict(RunConfig, values["config"]),
+                run_key=values["run_key"],
+                target=Path(paths["target"]),
+                shards=tuple(Path(p) for p in paths["shards"]),
+                plans=tuple(Path(p) for p in paths["plans"]),
+                cache=Path(paths.get("cache") or Path(paths["run"]) / "captures"),
+                total_steps=values.get("total_steps"),
+                mlflow_run_id=values.get("mlflow_run_id"),
+            )
+        except (OSError, json.JSONDecodeError) as error:
+            raise UserError(f"{path}: cannot be read as a run description: {error}") from error
+        except KeyError as error:
+            raise UserError(
+                f"{path}: {error.args[0]!r} is missing; allowed: a run.json written by a flow"
+            ) from error
+
+    def open_store(self) -> TokenStore:
+        data = self.config.data
+        return TokenStore.open(
+            self.shards,
+            validation_share=data.validation_share,
+            min_validation_samples=data.min_validation_samples,
+        )
+
+    def open_schedule(self, store: TokenStore) -> Schedule:
+        schedule = Schedule(store, self.plans, self.config.training.max_steps)
+        if self.total_steps not in (None, schedule.total_steps):
+            raise UserError(
+                f"run.json: total_steps is {self.total_steps}, the plans with training.max_steps "
+                f"{self.config.training.max_steps} have {schedule.total_steps}"
+            )
+        return schedule
+
+    def facts(self, schedule: Schedule) -> dict[str, Any]:
+        """What a checkpoint must agree on to be resumed: decisive settings and the digests of all inputs."""
+        settings = decisive(self.config)
+        settings["training"].pop("init_from", None)  # weights, which a checkpoint replaces
+        return {
+            **json.loads(json.dumps(settings)),
+            "inputs": {
+                "data": schedule.store.digest,
+                "plans": list(schedule.digests),
+                "target": fingerprint(self.target),
+            },
+        }
+
+
+def check_fits(path: Path, state: State, facts: dict[str, Any]) -> None:
+    """A checkpoint belongs to one run.
+
+    Raises:
+        UserError: with each differing field and both values.
+    """
+    stored = {k: v for k, v in state.facts.items() if k != "dtypes"}
+    if lines := differences(stored, facts):
+        raise UserError(
+            f"training.resume_from: checkpoint {path} does not fit this run (checkpoint -> run): "
+            f"{'; '.join(lines)}"
+        )
+
+
+def pick_dtypes(run: Run, world: World, state: State | None) -> dict[str, torch.dtype]:
+    """Compute dtypes of target and drafter and the feature dtype, equal on all ranks and after a resume.
+
+    "auto" is decided by rank 0's probe once in the life of a run: another outcome later would change the
+    results.
+    """
+    config = run.config
+    if state is None:
+        device = str(world.device)
+        target = resolve_dtype(config.target.compute_dtype, device)
+        feature = (
+            target
+            if config.target.feature_dtype == "auto"
+            else resolve_dtype(config.target.feature_dtype, device)
+        )
+        drafter = resolve_dtype(config.training.compute_dtype, device)
+        return {"target": target, "feature": feature, "drafter": drafter}
+    stored = {k: getattr(torch, v) for k, v in state.facts["dtypes"].items()}
+    asked = {"target": config.target.compute_dtype, "drafter": config.training.compute_dtype}
+    return {k: getattr(torch, asked[k]) if asked.get(k, "auto") != "auto" else v for k, v in stored.items()}
+
+
+def layer_ids(run: Run, target_config: Any) -> tuple[int, ...]:
+    """Layers to capture."""
+    return captured_layers(run.config.drafter, target_config.get_text_config().num_hidden_layers)
+
+
+def load_target_config(run: Run) -> Any:
+    """The transformers configuration of the target."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
+    )
+
+
+def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
+    """The frozen target on this rank."""
+    return Target.load(
+        run.target,
+        layer_ids=ids,
+        device=world.device,
+        compute_dtype=dtypes["target"],
+        feature_dtype=dtypes["feature"],
+        trust_remote_code=run.config.target.trust_remote_code,
+        device_map=run.config.target.device_map,
+        devices=[d.index for d in world.devices if d.index is not None],
+    )
+
+
+def load_heads(
+    run: Run, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
+) -> TargetHeads:
+    """Embedding and lm_head in the drafter's compute dtype.
+
+    Without the target on this rank those two tensors alone are read, whatever its size.
+    """
+    if target is not None:
+        return TargetHeads(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
+    model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
+    names = {id(p): name for name, p in model.named_parameters()}
+    wanted = [names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    found = stored_tensors(run.target, wanted)
+    missing = [n for n in wanted if n not in found]
+    if missing and not target_config.get_text_config().tie_word_embeddings:
+        raise UserError(
+            f"target: {run.target} holds no tensor {missing[0]}; allowed: a complete causal language model"
+        )
+    # Tied weights may be stored under either name.
+    embed, head = (found.get(n, next(iter(found.values()))).to(device, dtype) for n in wanted)
+    return TargetHeads(embed, head)
+
+
+def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:
+    """The drafter with its first weights (of the seed, of `training.init_from`, or
+    the target's: `training.first_weights`), fp32, on the device."""
+    generator = torch.Generator().manual_seed(run.config.training.seed)
+    drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
+    if run.config.training.init_from is not None:
+        source = Path(run.config.training.init_from)
+        source = source / "drafter" if (source / "drafter").is_dir() else source
+        given = load_drafter(source)
+        if given.shape != drafter.shape:
+            old, new = (dict(vars(d.shape)) for d in (given, drafter))
+            raise UserError(
+                f"training.init_from: {source} does not fit (there -> here): "
+                f"{'; '.join(differences(old, new))}"
+            )
+        drafter.load_state_dict(given.state_dict())
+    elif run.config.training.first_weights == "target":
+        model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
+        start_from_target(drafter, run.target, model)
+    return drafter.float().to(device)
+
+
+def feature_spec(
+    run: Run, target_config: Any, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]
+) -> FeatureSpec:
+    """Shapes of what is captured."""
+    return FeatureSpec.of(
+        run.config.objective,
+        layers=len(ids),
+        width=target_config.get_text_config().hidden_size,
+        feature_dtype=dtypes["feature"],
+        compute=dtypes["target"],
+    )
