@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # tests, flows and tasks import by name wherever pytest is started
-
-from tests.tiny_target import make_tiny_target  # noqa: E402
+from tests.tiny_target import make_tiny_target
 
 # These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
 RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
