@@ -33,13 +33,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dflash_core.batching import BatchingConfig, build_plan, edge_curve
-from dflash_core.batching.advice import check_speeds
-from dflash_core.batching.buckets import length_counts
-from dflash_core.config import from_dict
+from dflash_core.batching.buckets import edge_curve, length_counts
+from dflash_core.batching.plan import build_plan
+from dflash_core.config import BatchingConfig, from_dict
 
 sys.path.insert(0, str(Path(__file__).parent))
 from batching_peers import BUDGET, WINDOW, draft_slots_of, measure, measure_peers  # noqa: E402
+from speed_check import check_speeds  # noqa: E402
 
 SEED_PROJECT_EDGES = (0, 770, 1216, 1728, 2432, 3296, 8192)
 SEED_PROJECT_SPEEDS = {"sorted": 31_000.0, "random": 11_900.0, "bucketed": 25_100.0}  # tokens/s

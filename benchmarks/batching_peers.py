@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.batching import BatchingConfig, BatchPlan
-from dflash_core.batching.metrics import rank_balance, repeated_pair_share
+from dflash_core.batching.metrics import plan_report, rank_balance, repeated_pair_share
+from dflash_core.batching.plan import BatchPlan
+from dflash_core.config import BatchingConfig
 
 BUDGET = 49_152
 WINDOW = 64  # microbatches of a step
@@ -32,7 +33,7 @@ def draft_slots_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def measure(plan: BatchPlan, before: BatchPlan | None) -> dict[str, float]:
-    report, balance = plan.report(), rank_balance(plan, RANKS)
+    report, balance = plan_report(plan), rank_balance(plan, RANKS)
     over = int((plan.work.slots > BUDGET).sum())
     return {
         "microbatches": float(report["num_microbatches"]),

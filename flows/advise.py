@@ -1,5 +1,4 @@
-"""What each batching strategy would cost on this data, before training."""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""Flow that predicts the cost of each batching strategy on this data, before training."""
 
 import sys
 
@@ -10,6 +9,7 @@ if __name__ == "__main__":
 
 from datetime import timedelta
 
+from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import AdviseOptions
@@ -20,7 +20,7 @@ from tasks.reporting import tables
 
 @run_flow("advise")
 def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
-    """Returns the predicted figures of each strategy and the recommendation."""
+    """Return the predicted figures of each strategy and the recommendation."""
     from dflash_core.batching import advice
 
     steps.check_options(options)
@@ -32,12 +32,11 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
     forecasts = steps.forecast(config, dataset, edges, model)
     strategy, reason = advice.recommend(forecasts)
     own = next(f for f in forecasts if f.strategy == config.batching.strategy).prediction
-    tokens = own.num_tokens
-    splits = advice.split_devices(
+    split = advice.split_devices(
         max(2, config.training.num_drafter_ranks),
-        capture_rate=tokens / own.capture_seconds,
-        train_rate=tokens / own.train_seconds,
-    )
+        capture_rate=own.num_tokens / own.capture_seconds,
+        train_rate=own.num_tokens / own.train_seconds,
+    )[0]
     rows = [
         (
             f.strategy,
@@ -47,25 +46,20 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
         )
         for f in forecasts
     ]
+    num_buckets = len(edges["edges"]) - 1
+    plot = f"{edges['path']}/efficiency.png"
+    devices = f"{split.num_target} for the target, {split.num_drafter} for the drafter"
     rows += [
-        (
-            "buckets: chosen, knee",
-            f"{len(edges['edges']) - 1}, {edges['knee']} (see {edges['path']}/efficiency.png)",
-        ),
-        (
-            "split of devices",
-            f"{splits[0].num_target} for the target, {splits[0].num_drafter} for the drafter; waits for the "
-            f"{splits[0].bound_by}",
-        ),
-        ("recommendation", f"{strategy}: {reason}"),
+        ("buckets: chosen, knee", f"{num_buckets}, {edges['knee']} (see {plot})"),
+        ("split of devices", f"{devices}; bound by the {split.bound_by}"),
+        ("recommendation", f"{strategy} ({STRATEGIES[strategy].summary}): {reason}"),
     ]
     tables.print_table(f"{config.deployment}: predicted, {basis}", rows)
     text = tables.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
     artifacts.report("advice", config.deployment, text, steps.root_of(config), "predicted costs")
+    figures = {f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts}
     return {
-        "strategies": {
-            f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts
-        },
+        "strategies": figures,
         "knee": edges["knee"],
         "recommendation": strategy,
         "reason": reason,

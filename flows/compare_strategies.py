@@ -41,7 +41,9 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
     results = []
     for seed in options.seeds:
         seeded = replace(config, training=replace(config.training, seed=seed))
-        plans = steps.make_plans(seeded, options, dataset, edges, options.strategies, all_epochs=True)
+        plans = steps.make_plans(
+            seeded, options, dataset, edges, strategies=options.strategies, all_epochs=True
+        )
         for strategy in options.strategies:
             own = replace(seeded, batching=replace(config.batching, strategy=strategy))
             label = f"{strategy} seed {seed}"

@@ -1,4 +1,4 @@
-"""The cost model of a run before it is trained: measured on this machine, or from the target's shape alone."""
+"""Cost model of a run before it is trained: measured on this machine, or derived from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.files import write_json
 from tasks.storage.stages import stage
 
-CPU_FLOPS, GPU_FLOPS = 1e11, 4e14  # sustained, where nothing was measured
+# sustained speeds that are assumed where nothing was measured, per second
+CPU_FLOPS, GPU_FLOPS = 1e11, 4e14
 
 
 def shape_model(target_directory: Path, config: RunConfig) -> CostModel:
-    """Constants from the shapes of target and drafter and an assumed speed of the device."""
+    """Derive the constants from the shapes of target and drafter and an assumed speed of the device."""
     shape = json.loads((target_directory / "config.json").read_text(encoding="utf-8"))
     shape = shape.get("text_config", shape)
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    on_gpu = config.training.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
-    if config.training.device == "cuda":
-        on_gpu = True
+    device = config.training.device
+    on_gpu = device == "cuda" or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
     layers = shape["num_hidden_layers"]
     return CostModel.from_shapes(
         # labels from the target need all of its layers; else capture stops after the last one read, id n - 3
@@ -42,19 +42,15 @@ def shape_model(target_directory: Path, config: RunConfig) -> CostModel:
 
 
 def machine() -> str:
-    """What measured seconds belong to."""
+    """Return the name of this machine, to which measured seconds belong."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"{platform.node()}, {os.cpu_count()} cores" + "".join(f", {name}" for name in gpus)
 
 
-@stage(
-    "calibrate",
-    version=1,
-    sources=("dflash_core.batching.cost",),  # faster code is not another version: `refresh` measures again
-    locations=("where",),
-)
+# Faster code of the measured parts is not another version: `refresh` measures again.
+@stage("calibrate", version=1, sources=("dflash_core.batching.cost",), locations=("where",))
 def calibrate(
     out: Path,
     *,
@@ -64,7 +60,7 @@ def calibrate(
     settings: dict[str, Any],
     where: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes calibration.json: what a few microbatches took, and the constants of the cost model."""
+    """Write calibration.json: measured seconds of a few microbatches, and the constants of the cost model."""
     from transformers.utils.logging import disable_progress_bar
 
     from dflash_core.training.calibrate import Meter
@@ -84,21 +80,21 @@ def calibrate(
         total_steps=None,
         mlflow_run_id=None,
     )
-    found, _ = measure(Meter(run), on_progress=_show_progress)
-    constants = asdict(found.model)
+    calibration, _ = measure(Meter(run), on_progress=_show_progress)
+    constants = asdict(calibration.model)
     measured = {
-        "capture_seconds": found.capture_seconds.tolist(),
-        "train_seconds": found.train_seconds.tolist(),
-        "fitted_seconds": found.fitted_seconds.tolist(),
+        "capture_seconds": calibration.capture_seconds.tolist(),
+        "train_seconds": calibration.train_seconds.tolist(),
+        "fitted_seconds": calibration.fitted_seconds.tolist(),
     }
     write_json(out / "calibration.json", {"constants": constants, **measured})
-    return {"constants": constants, "num_microbatches": len(found.capture_seconds)}
+    return {"constants": constants, "num_microbatches": len(calibration.capture_seconds)}
 
 
 def calibration_inputs(
     config: RunConfig, *, target_fingerprint: str, dataset_digest: str, target: Path, shards: list[str]
 ) -> dict[str, Any]:
-    """What decides the seconds of a microbatch."""
+    """Return the inputs of the stage: everything that decides the seconds of a microbatch."""
     settings = to_dict(config)
     training = {name: settings["training"][name] for name in ("device", "compute_dtype", "max_draft_slots")}
     return {

@@ -1,6 +1,4 @@
-"""Stage `edges`: bucket edges by dynamic programming over the length histogram, for every number of buckets
-at once.
-"""
+"""Stage `edges`: bucket edges by dynamic programming over the length histogram."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from dflash_core.config import BatchingConfig
 from tasks.length_profile import read_profile
 from tasks.storage.stages import stage
 
-CURVE_BUCKETS = 64  # efficiency is shown for 1 to this many buckets
+CURVE_BUCKETS = 64  # efficiency is shown for every number of buckets up to this
 
 
 def edges_inputs(profile: dict[str, Any], batching: BatchingConfig) -> dict[str, Any]:
-    """What decides the edges: the histogram's content, so that new data of equal lengths changes nothing."""
+    """Return the inputs of the stage, by content: new data with equal lengths is no change."""
     return {
         "histogram_digest": profile["histogram_digest"],
         "token_budget": batching.token_budget,
@@ -37,7 +35,7 @@ def bucket_edges(
     given: list[int] | None,
     profile_directory: str,
 ) -> dict[str, Any]:
-    """Writes edges.json (edges, efficiency against the number of buckets, the knee) and two plots."""
+    """Write edges.json (edges, efficiency against the number of buckets, the knee) and two plots."""
     from dflash_core.batching.buckets import edge_curve
     from tasks.reporting import plots
 
@@ -53,7 +51,7 @@ def bucket_edges(
     chosen = min(num_buckets, len(curve.edges))
     edges = given or [int(edge) for edge in curve.edges[chosen - 1]]
     shown = min(CURVE_BUCKETS, len(curve.efficiency))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "edges": edges,
         "given": given is not None,
         "expected_efficiency": None if given else float(curve.efficiency[chosen - 1]),
@@ -61,9 +59,9 @@ def bucket_edges(
         "num_buckets": list(range(1, shown + 1)),
         "efficiency": [float(value) for value in curve.efficiency[:shown]],
     }
-    (out / "edges.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (out / "edges.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plots.length_histogram(out / "lengths.png", histogram["lengths"], histogram["counts"], edges)
     plots.efficiency_against_buckets(
-        out / "efficiency.png", found["num_buckets"], found["efficiency"], len(edges) - 1, curve.knee
+        out / "efficiency.png", result["num_buckets"], result["efficiency"], len(edges) - 1, curve.knee
     )
-    return {"edges": edges, "expected_efficiency": found["expected_efficiency"], "knee": curve.knee}
+    return {"edges": edges, "expected_efficiency": result["expected_efficiency"], "knee": curve.knee}

@@ -1,6 +1,4 @@
-"""Stage `plan`, one task an epoch: which samples share a microbatch, which microbatches make a step, and how
-good that is.
-"""
+"""Stage `plan`, one task per epoch: microbatches, steps, and their measured quality."""
 
 from __future__ import annotations
 
@@ -14,24 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from dflash_core.config import BatchingConfig, DataConfig, RunConfig, to_dict
+from dflash_core.batching.strategies import STRATEGIES
+from dflash_core.config import BatchingConfig, RunConfig, to_dict
 from tasks.storage.stages import stage
 
-COMPARED_EPOCHS = 2  # plans made for strategies that are only compared: the least that shows repeated pairs
-
-# Settings that change the plans of a strategy; the others are left out of the key.
-_USED_BY = {
-    "sorted": (),
-    "sorted_fresh": ("sort_quantum",),
-    "random": (),
-    "bucketed": ("edges", "shapes"),
-    "packed": ("pool_size",),
-}
+# epochs planned for strategies that are only compared: the least that shows repeated pairs
+COMPARED_EPOCHS = 2
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What plans are made of, in the store's order of training samples."""
+    """Lengths and other figures of the training samples, in the store's order."""
 
     lengths: np.ndarray  # int32 [N]
     draft_slots: np.ndarray  # int32 [N]
@@ -50,7 +41,7 @@ class Lengths:
 def read_lengths(
     shards: tuple[str, ...], validation_share: float, min_validation: int, num_anchors: int, block_size: int
 ) -> Lengths:
-    """Lengths, draft slots and sources of the training samples of some shards."""
+    """Read lengths, draft slots and sources of the training samples of some shards."""
     from dflash_core.anchors import draft_slots
     from dflash_core.data.store import TokenStore
 
@@ -65,25 +56,29 @@ def read_lengths(
 
 
 def lengths_of(config: RunConfig, shards: Sequence[str]) -> Lengths:
-    """`read_lengths` with a run's settings."""
-    data: DataConfig = config.data
+    """Call `read_lengths` with a run's settings."""
     return read_lengths(
         tuple(shards),
-        data.validation_share,
-        data.min_validation_samples,
+        config.data.validation_share,
+        config.data.min_validation_samples,
         config.objective.num_anchors,
         config.drafter.block_size,
     )
 
 
 def plan_settings(batching: BatchingConfig, edges: Sequence[int]) -> dict[str, Any]:
-    """The batching settings that decide a plan of this strategy, with the edges where it uses them."""
+    """Return the batching settings that decide a plan of this strategy, with the edges where it uses them."""
     settings = to_dict(replace(batching, edges=tuple(edges)))
-    names = ("strategy", "token_budget", "tokens_per_step", "order", *_USED_BY[batching.strategy])
+    names = ("strategy", "token_budget", "tokens_per_step", "order", *STRATEGIES[batching.strategy].settings)
     return {name: settings[name] for name in names}
 
 
-@stage("plan", version=3, sources=("dflash_core.batching",), locations=("arguments",))
+@stage(
+    "plan",
+    version=3,
+    sources=("dflash_core.batching.metrics", "dflash_core.batching.storage"),
+    locations=("arguments",),
+)
 def build_epoch(
     out: Path,
     *,
@@ -93,25 +88,21 @@ def build_epoch(
     epoch: int,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes epoch-NNN.parquet and metrics.json: efficiency and mixing, and which pairs meet again after
-    epoch - 1.
-    """
-    from dflash_core.batching import build_plan
+    """Write epoch-NNN.parquet and metrics.json: efficiency, mixing, pairs repeated from the epoch before."""
     from dflash_core.batching.metrics import plan_metrics
+    from dflash_core.batching.plan import build_plan
+    from dflash_core.batching.storage import save_plan
     from dflash_core.config import from_dict
 
-    found = read_lengths(**{**arguments, "shards": tuple(arguments["shards"])})
-    assert found.digest == lengths_digest, "the shards changed between planning and now"
+    samples = read_lengths(**{**arguments, "shards": tuple(arguments["shards"])})
+    assert samples.digest == lengths_digest, "the shards changed between planning and now"
     config = from_dict(BatchingConfig, settings)
-    plan = build_plan(found.lengths, config, seed=seed, epoch=epoch, draft_slots=found.draft_slots)
-    previous = None
-    if epoch > 0:
-        previous = build_plan(
-            found.lengths, config, seed=seed, epoch=epoch - 1, draft_slots=found.draft_slots
-        )
-    plan.save(out / f"epoch-{epoch:03d}.parquet")
+    build = functools.partial(build_plan, samples.lengths, config, seed=seed, draft_slots=samples.draft_slots)
+    plan = build(epoch=epoch)
+    previous = build(epoch=epoch - 1) if epoch > 0 else None
+    save_plan(plan, out / f"epoch-{epoch:03d}.parquet")
     metrics = plan_metrics(
-        plan, source_id=found.source_id, num_supervised=found.num_supervised, previous=previous
+        plan, source_id=samples.source_id, num_supervised=samples.num_supervised, previous=previous
     )
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return {"plan_digest": plan.digest, "epoch": epoch, "strategy": config.strategy, "metrics": metrics}

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from dflash_core.anchors import draft_slots
-from dflash_core.batching import build_plan
+from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.data.store import ShardWriter, TokenStore

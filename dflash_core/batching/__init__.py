@@ -1,23 +1,15 @@
-"""Batches: bucket edges, cut, order, plans and what they cost. Pure functions of sequence lengths; no
-torch.
+"""Batch plans: which samples run together, and when. Pure functions of sequence lengths; no torch.
+
+Vocabulary, in the order of the work:
+
+- Cut: the division of an epoch's samples into microbatches (`cutting`, `packing`), by the rule that a
+  strategy describes (`strategies`).
+- Microbatch: the samples of one forward, padded to one width or packed end to end, in at most `token_budget`
+  slots.
+- Step (`ordering`): consecutive microbatches that share one optimizer update; it closes at `tokens_per_step`
+  real tokens.
+- Plan (`plan`): the microbatches and steps of one epoch in execution order, the same at any world size; each
+  rank computes its part of a step from it.
+
+Nothing is re-exported: `dflash_core.config` reads `strategies` and must stay free of numba.
 """
-
-from dflash_core.batching.buckets import EdgeCurve, edge_curve, edges_of_lengths, optimal_edges
-from dflash_core.batching.cost import REFERENCE, CostModel, Work
-from dflash_core.batching.metrics import plan_metrics
-from dflash_core.batching.plan import BatchPlan, build_plan
-from dflash_core.config import BatchingConfig
-
-__all__ = [
-    "REFERENCE",
-    "BatchPlan",
-    "BatchingConfig",
-    "CostModel",
-    "EdgeCurve",
-    "Work",
-    "build_plan",
-    "edge_curve",
-    "edges_of_lengths",
-    "optimal_edges",
-    "plan_metrics",
-]

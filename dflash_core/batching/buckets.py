@@ -8,9 +8,9 @@ Two costs of a bucket (a, b], both in padded slots:
       E[n M] = sum_k k (G_k(B/k) - F(B/(k+1)) G_k(B/(k+1)))
       G_k(c) = E[M_k; M_k <= c] = c F(c)^k - sum_{x<c} F(x)^k
   with F the distribution of lengths inside the bucket and M_k the longest of k. The sample that overflowed, a
-  long one, opens the next microbatch; the formula ignores that and reads high where few rows fit: by 0.4
-  points of efficiency at 1 bucket and 0.3 at 6 for a budget of six times the longest, by 3.3 at 1, 1.0 at 4
-  and 0.4 at 8 for four times; under 0.05 from 16 on. Plans themselves report what is reached.
+  long one, opens the next microbatch; the formula ignores that, so its efficiency is too high where few rows
+  fit: by 0.4 points at 1 bucket and 0.3 at 6 for a budget of six times the longest, by 3.3 at 1, 1.0 at 4 and
+  0.4 at 8 for four times; under 0.05 from 16 on. Plans report the efficiency that they reach.
 
 The result is the optimum over edges on a grid of at most 256 cells (dynamic) or 1,024 (static); histograms
 with fewer distinct lengths are solved exactly. All bucket counts up to K come out of one run.
@@ -25,6 +25,7 @@ import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dflash_core.config import check_budget
 from dflash_core.errors import UserError
 
 Shapes = Literal["dynamic", "static"]
@@ -44,7 +45,7 @@ class EdgeCurve:
 
     @property
     def knee(self) -> int:
-        """The smallest number of buckets after which doubling it gains less than one point of efficiency."""
+        """Smallest number of buckets whose doubling gains less than one point of efficiency."""
         last = len(self.efficiency)
         for k in range(1, last + 1):
             if self.efficiency[min(2 * k, last) - 1] - self.efficiency[k - 1] < 0.01:
@@ -60,13 +61,13 @@ def optimal_edges(
     token_budget: int,
     shapes: Shapes = "dynamic",
 ) -> NDArray[np.int32]:
-    """Edges that minimise expected padded slots for a histogram of lengths.
+    """Return edges that minimise expected padded slots for a histogram of lengths.
 
     Args:
         values: distinct lengths, ascending, at least 1.
         counts: samples of each length.
-        num_buckets: buckets wanted. Fewer come back when there are fewer distinct lengths (or grid cells).
-        token_budget: slots a microbatch may hold.
+        num_buckets: buckets wanted. Fewer are returned when there are fewer distinct lengths (or grid cells).
+        token_budget: slots that a microbatch may hold.
         shapes: "dynamic" pads to the longest row, "static" to the bucket's edge.
 
     Returns:
@@ -83,7 +84,7 @@ def optimal_edges(
 def edges_of_lengths(
     lengths: NDArray[np.int32], *, num_buckets: int, token_budget: int, shapes: Shapes = "dynamic"
 ) -> NDArray[np.int32]:
-    """`optimal_edges` of the lengths themselves."""
+    """Return the `optimal_edges` of lengths instead of their histogram."""
     if len(lengths) == 0:
         return np.array([0, 1], np.int32)
     counts = length_counts(lengths)
@@ -94,9 +95,8 @@ def edges_of_lengths(
 
 
 def length_counts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Samples of each length: int64[longest + 1]. A chunk at a time, as `bincount` copies its input to
-    int64.
-    """
+    """Count the samples of each length: int64[longest + 1]."""
+    # in chunks, because `bincount` copies its input to int64
     counts = np.zeros(int(lengths.max(initial=0)) + 1, np.int64)
     for start in range(0, len(lengths), 1 << 20):
         counts += np.bincount(lengths[start : start + (1 << 20)], minlength=len(counts))
@@ -106,28 +106,22 @@ def length_counts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
 def edge_curve(
     values: ArrayLike, counts: ArrayLike, *, max_buckets: int, token_budget: int, shapes: Shapes = "dynamic"
 ) -> EdgeCurve:
-    """Optimal edges and expected efficiency for every number of buckets up to `max_buckets`, in one run.
+    """Return optimal edges and expected efficiency for every number of buckets up to `max_buckets`.
 
-    Arguments and errors as `optimal_edges`.
+    Arguments and errors are those of `optimal_edges`.
     """
     values, counts = np.asarray(values, np.int64), np.asarray(counts, np.int64)
-    assert (
-        values.shape == counts.shape
-        and values.ndim == 1
-        and (np.diff(values) > 0).all()
-        and (counts >= 0).all()
-    )
+    assert values.shape == counts.shape
+    assert values.ndim == 1
+    assert (np.diff(values) > 0).all()
+    assert (counts >= 0).all()
     values, counts = values[counts > 0], counts[counts > 0]
     if max_buckets < 1:
         raise UserError(f"batching.num_buckets: {max_buckets!r} is not allowed; allowed: >= 1")
     if len(values) == 0:
         return EdgeCurve(edges=(np.array([0, 1], np.int32),), efficiency=np.ones(1))
     assert values[0] >= 1
-    if values[-1] > token_budget:
-        raise UserError(
-            f"batching.token_budget: {token_budget} is not allowed; allowed: at least the longest sample's "
-            f"{values[-1]} tokens"
-        )
+    check_budget(token_budget, longest=int(values[-1]))
     bottoms, tops, cell_counts = _cells(values, counts, limit=_CELLS[shapes], token_budget=token_budget)
     if shapes == "static":
         cost = _static_costs(tops, cell_counts)
@@ -148,8 +142,7 @@ def edge_curve(
 def _cells(
     values: NDArray[np.int64], counts: NDArray[np.int64], *, limit: int, token_budget: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cells of the grid that hold samples: (smallest length allowed, largest length allowed, samples) of
-    each.
+    """Return smallest length, largest length and number of samples of each grid cell that holds samples.
 
     Lengths 3 5 9 with limit 2: cells 1..5 and 6..10 -> bottoms 1 6, tops 5 10 (10 is clipped to the budget).
     """
@@ -162,7 +155,7 @@ def _cells(
 
 
 def _static_costs(tops: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """cost[i, j]: padded slots of cells i..j-1 as one bucket padded to its top."""
+    """Return cost[i, j]: padded slots of cells i..j-1 as one bucket padded to its top."""
     before = np.concatenate([[0], np.cumsum(counts)])
     cost = np.full((len(tops) + 1, len(tops) + 1), np.inf)
     in_bucket = before[None, :] - before[:, None]
@@ -172,7 +165,7 @@ def _static_costs(tops: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray
 
 @numba.njit(cache=True)
 def _dynamic_costs(bottoms, tops, counts, budget):
-    """cost[i, j]: expected padded slots of cells i..j-1 as one bucket (formula at the head of the file).
+    """Return cost[i, j]: expected padded slots of cells i..j-1 as one bucket (see the module docstring).
 
     Lengths are spread evenly inside a cell. Powers are repeated products, not `pow`: the same bits on every
     machine, so the same edges.
@@ -218,8 +211,9 @@ def _power(base, exponent):
 
 @numba.njit(cache=True)
 def _up_to(limit, k, bottoms, tops, share, power, i, j):
-    """(F(limit), E[M_k; M_k <= limit]) of cells i..j-1, by the integral of F^k; F rises evenly inside a
-    cell.
+    """Return F(limit) and E[M_k; M_k <= limit] of cells i..j-1, by the integral of F^k.
+
+    F rises evenly inside a cell.
     """
     integral, share_before, power_before, reached = 0.0, 0.0, 0.0, bottoms[i]
     for x in range(i, j):
@@ -232,9 +226,8 @@ def _up_to(limit, k, bottoms, tops, share, power, i, j):
             share_x = share_before + inside * (share_x - share_before)
             power_x, reached = _power(share_x, k), limit
         if share_x > share_before:
-            mean_power = (power_x * share_x - power_before * share_before) / (
-                (k + 1) * (share_x - share_before)
-            )
+            rise = power_x * share_x - power_before * share_before
+            mean_power = rise / ((k + 1) * (share_x - share_before))
             integral += (reached - bottoms[x]) * mean_power
         share_before, power_before = share_x, power_x
     integral += max(limit - reached, 0) * power_before
@@ -243,9 +236,7 @@ def _up_to(limit, k, bottoms, tops, share, power, i, j):
 
 @numba.njit(cache=True)
 def _best_splits(cost, max_buckets):
-    """Least total cost of all cells in k = 1..max_buckets buckets, and for each (k, j) where the last bucket
-    starts.
-    """
+    """Return the least cost with k = 1..max_buckets buckets and, for each (k, j), the last bucket's start."""
     size = cost.shape[0] - 1
     totals = np.empty(max_buckets)
     previous = np.zeros((max_buckets, size + 1), np.int32)

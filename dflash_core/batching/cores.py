@@ -1,4 +1,4 @@
-"""Compiled loops over disjoint ranges, one thread a core: what they write does not depend on how many there are."""
+"""Compiled loops over disjoint ranges, one thread per core; the number of cores does not change results."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 _SMALL = 200_000  # elements: below, starting threads costs more than it saves
-_MOST = 8  # threads: the loops wait for memory, which more cores share
+_MAX_THREADS = 8  # the loops are bound by memory, which more cores share
 
 
 def on_all_cores(n: int, num_elements: int, run: Callable[[int, int], None]) -> None:
-    """Calls run(first, last) for ranges that cover 0..n once.
+    """Call run(first, last) for ranges that cover 0..n once.
 
     Args:
-        n: what is divided: elements, or groups of them.
-        num_elements: how much work there is.
-        run: a compiled function that releases the GIL (`nogil=True`) and writes to places of its range alone.
+        n: number of elements, or of groups of them, to divide.
+        num_elements: amount of work.
+        run: a compiled function that releases the GIL (`nogil=True`) and writes only inside its range.
     """
-    cores = min(
-        _MOST, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, _MAX_THREADS)
     if num_elements < _SMALL or cores == 1:
         run(0, n)
         return

@@ -1,10 +1,10 @@
 """Predicted seconds of a plan, from a few constants of the machine.
 
-A microbatch costs, in the frozen target, its slots, its attention pairs, its real tokens (the target's own
-labels meet the vocabulary; what is captured is copied) and something fixed; in the drafter, its real tokens
-(context projections), its draft slots (layers and vocabulary), the pairs of draft slot and
-context position, and something fixed. The constants come from measured microbatches (`fit`) or from
-floating-point operations (`CostModel.from_shapes`).
+Cost of a microbatch in the frozen target: its slots, its attention pairs, its real tokens (labels of the
+target meet the vocabulary; captured states are copied) and a constant. In the drafter: its real tokens
+(context projections), its draft slots (layers and vocabulary), the pairs of draft slot and context position,
+and a constant. The constants come from measured microbatches (`CostModel.fit`) or from floating-point
+operations (`CostModel.from_shapes`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from dflash_core.errors import UserError
 class Work:
     """Counted work of each microbatch, all int64[n].
 
-    slots: what the target's forward computes: real tokens when packed, rows * width when padded.
+    slots: slots that the target's forward computes: real tokens when packed, rows * width when padded.
     pairs: sum of squared row lengths (attention is causal: half of them are computed).
-    tokens: real tokens. draft_slots: sum of draft slots. draft_pairs: sum of draft slots * sample length (a
-    draft slot sees half of its sample on average).
+    tokens: real tokens.
+    draft_slots: sum of draft slots.
+    draft_pairs: sum of draft slots * sample length (a draft slot sees half of its sample on average).
     """
 
     slots: NDArray[np.int64]
@@ -36,13 +37,13 @@ class Work:
     draft_pairs: NDArray[np.int64]
 
     def matrix(self) -> NDArray[np.float64]:
-        """float64[n, 5], columns in the order of the fields."""
+        """Return float64[n, 5], columns in the order of the fields."""
         return np.stack([getattr(self, f.name) for f in fields(self)], axis=1).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds for each unit of work on one device."""
+    """Seconds per unit of work on one device."""
 
     capture_slot: float
     capture_pair: float
@@ -54,7 +55,7 @@ class CostModel:
     train_microbatch: float
 
     def parts(self, work: Work) -> dict[str, NDArray[Any]]:
-        """Predicted seconds of each microbatch by part; the parts add up to `seconds`."""
+        """Return predicted seconds of each microbatch by part; the parts add up to `seconds`."""
         ones = np.ones(len(work.slots))
         return {
             "capture_slots": self.capture_slot * work.slots,
@@ -68,10 +69,10 @@ class CostModel:
         }
 
     def seconds(self, work: Work) -> NDArray[np.float64]:
-        """float64[n]: predicted seconds of each microbatch, capture and training together."""
+        """Return predicted seconds of each microbatch, capture and training together: float64[n]."""
         parts = list(self.parts(work).values())
         total = parts[0].copy()
-        for part in parts[1:]:  # one order of summation everywhere: the deal of ranks depends on it
+        for part in parts[1:]:  # one order of summation everywhere: the assignment to ranks depends on it
             total += part
         return total
 
@@ -79,16 +80,15 @@ class CostModel:
     def fit(
         cls, work: Work, *, capture_seconds: NDArray[np.float64], train_seconds: NDArray[np.float64]
     ) -> CostModel:
-        """Constants from measured microbatches: non-negative least squares of the relative error.
+        """Fit the constants to measured microbatches: non-negative least squares of the relative error.
 
         Args:
-            work: of the measured microbatches; different shapes are needed to tell the constants apart (a
-            short
+            work: of the measured microbatches; different shapes are needed to separate the constants (a short
                 one, a long one, many short rows, few long rows).
             capture_seconds, train_seconds: float64[n], measured, above 0.
 
         Raises:
-            UserError: fewer than two measurements or one that is not positive.
+            UserError: fewer than two measurements, or one that is not positive.
         """
         count = len(work.slots)
         if count < 2 or len(capture_seconds) != count or len(train_seconds) != count:
@@ -96,7 +96,8 @@ class CostModel:
                 f"measured microbatches: {count} is not allowed; allowed: at least 2, all with both times"
             )
         if not (np.min(capture_seconds) > 0 and np.min(train_seconds) > 0):
-            raise UserError("measured seconds: not above 0 in every microbatch")
+            least = min(np.min(capture_seconds), np.min(train_seconds))
+            raise UserError(f"measured seconds: {least} is not allowed; allowed: above 0 in every microbatch")
         ones = np.ones(count)
         capture = _nonnegative([work.slots, work.pairs, work.tokens, ones], capture_seconds)
         train = _nonnegative([work.tokens, work.draft_slots, work.draft_pairs, ones], train_seconds)
@@ -118,13 +119,19 @@ class CostModel:
         flops_per_second: float = 4e14,
         seconds_per_microbatch: float = 5e-3,
     ) -> CostModel:
-        """Constants from matrix shapes alone; the defaults are an 8B target (layers run until the last
-        captured one).
-
-        `label_share`: tokens whose label is the target's own argmax (`objective.labels: target`), as a share.
+        """Derive the constants from matrix shapes; defaults: an 8B target, run to its last captured layer.
 
         A product of [m, k] and [k, n] is 2 m k n operations; backward adds two more of the same size where
         both sides need gradients, one where only one does (frozen head; captured states).
+
+        Args:
+            target_layers: layers of the target that are run.
+            hidden_size, intermediate_size, kv_size, vocab_size: of target and drafter; kv_size of keys, or
+                values, in all heads.
+            num_captured_layers, draft_layers: of the drafter.
+            label_share: share of tokens whose label is the target's argmax (`objective.labels: target`).
+            flops_per_second: sustained speed of the device.
+            seconds_per_microbatch: constant of a microbatch, once for the target and once for the drafter.
         """
         layer = 2 * hidden_size * (2 * hidden_size + 2 * kv_size + 3 * intermediate_size)
         context = 2 * hidden_size * (num_captured_layers * hidden_size + draft_layers * 2 * kv_size)
@@ -162,18 +169,18 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """One device that captures and trains, nothing overlapped."""
+        """Seconds of one device that captures and trains without overlap."""
         return self.capture_seconds + self.train_seconds
 
 
 def predict(work: Work, model: CostModel = REFERENCE) -> Prediction:
-    """Device seconds of all microbatches of `work` (of a plan: `plan.work`)."""
+    """Predict the device seconds of all microbatches of `work` (of a plan: `plan.work`)."""
     parts = {name: float(seconds.sum()) for name, seconds in model.parts(work).items()}
     return Prediction(parts=parts, num_tokens=int(work.tokens.sum()))
 
 
 def _nonnegative(columns: list[NDArray[Any]], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of relative error with coefficients >= 0: the best of all subsets of the few columns."""
+    """Return the coefficients >= 0 with the least squared relative error, over all subsets of columns."""
     scaled = np.stack(columns, axis=1) / np.asarray(seconds, np.float64)[:, None]
     norms = np.maximum(np.linalg.norm(scaled, axis=0), 1e-300)
     best, best_error = np.zeros(len(columns)), np.inf

@@ -1,8 +1,7 @@
 """Order: which microbatches share an optimizer step, and which rank of a step runs which.
 
 Permutes whole microbatches, so padding does not change. Three pure stages: `interleave` mixes, `close_steps`
-cuts steps by real tokens, `deal` shares one step among any number of ranks. Only `deal` knows the number of
-ranks.
+ends steps by real tokens, `assign_to_ranks` divides one step among ranks. Only the last knows their number.
 
 Measured on 902,000 lengths: a step of 64 length-sorted microbatches has a mean length that varies 32 times as
 much as that of an i.i.d. step; interleaved, half as much.
@@ -18,14 +17,13 @@ from dflash_core.batching.cores import on_all_cores
 from dflash_core.batching.randomness import random_words
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
-_HALF = np.uint64(
-    1 << 63
-)  # start in the middle: the last step may have few microbatches, then no extreme ones
+# start in the middle, so that the few microbatches of a short last step are not the extreme ones
+_HALF = np.uint64(1 << 63)
 _MAX_SWEEPS = 8
 
 
 def interleave(mean_lengths: NDArray[np.float64], *, per_step: int, key: np.uint64) -> NDArray[np.int64]:
-    """An order of microbatches in which every window of `per_step` holds one of each length class.
+    """Return an order of microbatches in which every window of `per_step` holds one of each length class.
 
     The microbatches, sorted by mean length, fall into `per_step` classes of equal size. Position i takes a
     random unused one of class `visit[i % per_step]`. As the visiting order repeats, any `per_step` neighbours
@@ -36,8 +34,8 @@ def interleave(mean_lengths: NDArray[np.float64], *, per_step: int, key: np.uint
 
     Args:
         mean_lengths: float64[n], tokens per sample of each microbatch.
-        per_step: microbatches of a step, about.
-        key: of the random choice inside a class.
+        per_step: about the number of microbatches of a step.
+        key: stream of the random choice inside a class.
 
     Returns:
         int64[n]: a permutation of microbatch numbers.
@@ -46,31 +44,30 @@ def interleave(mean_lengths: NDArray[np.float64], *, per_step: int, key: np.uint
     per_step = max(1, min(per_step, n))
     points = np.arange(per_step, dtype=np.uint64) * _GOLDEN + _HALF
     visit = np.argsort(np.argsort(points, kind="stable"), kind="stable")
-    priority = (visit[np.arange(n) % per_step].astype(np.uint64) << np.uint64(40)) | (
-        random_words(n, key) >> np.uint64(24)
-    )
+    wanted_class = visit[np.arange(n) % per_step].astype(np.uint64)
+    priority = (wanted_class << np.uint64(40)) | (random_words(n, key) >> np.uint64(24))
     out = np.empty(n, np.int64)
     out[np.argsort(priority, kind="stable")] = np.argsort(mean_lengths, kind="stable")
     return out
 
 
 def random_order(n: int, key: np.uint64) -> NDArray[np.int64]:
-    """A random permutation of microbatch numbers."""
+    """Return a random permutation of microbatch numbers, int64[n]."""
     return np.argsort(random_words(n, key), kind="stable")
 
 
 @numba.njit(cache=True)
 def close_steps(tokens, tokens_per_step):
-    """Offsets of steps over microbatches: a step closes at the first that brings it to `tokens_per_step`
-    tokens.
+    """Close a step at the first microbatch that brings it to `tokens_per_step` tokens.
 
-    Tokens 4 4 4 4 4, 6 a step: [4 4] [4 4] [4] -> 0 2 4 5; the tail is kept as a smaller step.
+    Tokens 4 4 4 4 4, 6 per step: [4 4] [4 4] [4] -> 0 2 4 5; the rest is kept as a smaller step.
 
     Args:
         tokens: int64[n], real tokens of each microbatch.
+        tokens_per_step: real tokens that close a step.
 
     Returns:
-        int64[s + 1]
+        int64[s + 1]: offsets of steps over microbatches.
     """
     offsets = np.zeros(len(tokens) + 1, np.int64)
     steps, reached = 0, 0
@@ -86,7 +83,7 @@ def close_steps(tokens, tokens_per_step):
 def take_microbatches(
     order: NDArray[np.int32], offsets: NDArray[np.int64], chosen: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Samples and offsets of the microbatches `chosen`, one after the other: int32[N], int64[n + 1]."""
+    """Return samples int32[N] and offsets int64[n + 1] of the microbatches `chosen`, in that order."""
     out = np.empty(len(order), np.int32)
     into = np.concatenate([[0], np.cumsum(np.diff(offsets)[chosen])])
     on_all_cores(len(chosen), len(order), lambda a, b: _take(out, into, order, offsets, chosen, a, b))
@@ -102,22 +99,25 @@ def _take(out, into, order, offsets, chosen, first, last):
             placed += 1
 
 
-def deal(seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: int) -> NDArray[np.int32]:
-    """Share the k microbatches of one step among ranks: equal counts, equal work.
+def assign_to_ranks(
+    seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: int
+) -> NDArray[np.int32]:
+    """Divide the k microbatches of one step among ranks: equal counts, equal work.
 
     Microbatches of neighbouring cost run at the same time (column by column, the costliest first), so ranks
-    that wait for each other in every microbatch wait little; inside a column each goes where the totals of
+    that wait for each other in every microbatch wait little. Inside a column each goes where the totals of
     all parts stay most even, then pairs are exchanged while that helps.
 
     Args:
         seconds: float64[k], predicted cost of each microbatch.
         parts: float64[k, p], its kinds of work (target slots, attention pairs, draft slots, ...), any units.
-        world_size: ranks.
+        world_size: number of ranks.
 
     Returns:
         int32[world_size, ceil(k / world_size)]: numbers 0..k-1, -1 = idle, only in the last column.
     """
-    assert world_size >= 1 and len(seconds) == len(parts)
+    assert world_size >= 1
+    assert len(seconds) == len(parts)
     columns = -(-len(seconds) // world_size)
     members = np.full((columns, world_size), -1, np.int32)
     members.reshape(-1)[: len(seconds)] = np.argsort(-seconds, kind="stable")
@@ -126,30 +126,28 @@ def deal(seconds: NDArray[np.float64], parts: NDArray[np.float64], world_size: i
         work /= np.maximum(work.sum(axis=0), 1e-30)
         work[:, -1] *= 2.0
         idle = np.zeros((1, work.shape[1]))  # row -1
-        seats = np.full_like(members, -2)  # -2: free
-        _even_out(members, np.concatenate([work, idle]), np.zeros((world_size, work.shape[1])), seats)
-        members = seats
+        assigned = np.full_like(members, -2)  # -2: free
+        _even_out(members, np.concatenate([work, idle]), np.zeros((world_size, work.shape[1])), assigned)
+        members = assigned
     return np.ascontiguousarray(members.T)
 
 
 @numba.njit(cache=True)
-def _even_out(members, work, loads, seats):
-    """Seat each row of `members` in `seats`; exchange until none lowers the sum of squared loads of the
-    ranks.
-    """
+def _even_out(members, work, loads, assigned):
+    """Assign each row of `members` to ranks; exchange while that lowers the sum of the squared loads."""
     columns, ranks = members.shape
     parts = work.shape[1]
     for column in range(columns):
         for i in range(ranks):  # costliest first, each to the rank that has least of what it brings
             member, best, best_score = members[column, i], -1, 0.0
             for rank in range(ranks):
-                if seats[column, rank] == -2:
+                if assigned[column, rank] == -2:
                     score = 0.0
                     for part in range(parts):
                         score += loads[rank, part] * work[member, part]
                     if best < 0 or score < best_score:
                         best, best_score = rank, score
-            seats[column, best] = member
+            assigned[column, best] = member
             for part in range(parts):
                 loads[best, part] += work[member, part]
     for _ in range(_MAX_SWEEPS):
@@ -157,12 +155,12 @@ def _even_out(members, work, loads, seats):
         for column in range(columns):
             for a in range(ranks):
                 for b in range(a):
-                    first, second, change = seats[column, a], seats[column, b], 0.0
+                    first, second, change = assigned[column, a], assigned[column, b], 0.0
                     for part in range(parts):
                         moved = work[second, part] - work[first, part]
                         change += moved * (loads[a, part] - loads[b, part] + moved)
                     if change < -1e-15:
-                        seats[column, a], seats[column, b] = second, first
+                        assigned[column, a], assigned[column, b] = second, first
                         for part in range(parts):
                             moved = work[second, part] - work[first, part]
                             loads[a, part] += moved

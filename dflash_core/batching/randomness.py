@@ -23,7 +23,7 @@ _CELL = 1 << 14  # samples of one shuffle cell: they stay in a core's cache
 
 
 def stream_key(seed: int, epoch: int, purpose: str) -> np.uint64:
-    """Key of one stream: BLAKE2b of seed, epoch and what the stream is for. Any integers are allowed."""
+    """Return the key of one stream: BLAKE2b of seed, epoch and purpose. Any integers are allowed."""
     digest = hashlib.blake2b(f"{int(seed)}/{int(epoch)}/{purpose}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
@@ -38,22 +38,21 @@ _mix64_scalar = numba.njit(_mix64)
 
 
 def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: a bijection of 64-bit words that scatters them."""
+    """Apply SplitMix64's finaliser, a bijection of 64-bit words that scatters them."""
     return _mix64(words)
 
 
 def random_words(n: int, key: np.uint64) -> NDArray[np.uint64]:
-    """Words 0..n-1 of the stream `key`."""
+    """Return words 0..n-1 of the stream `key`."""
     counters = np.arange(1, n + 1, dtype=np.uint64)
     return _mix64(counters * _GOLDEN + key)
 
 
 def shuffled(n: int, key: np.uint64) -> NDArray[np.int32]:
-    """A permutation of 0..n-1, uniform over all of them, decided by `key`.
+    """Return a permutation of 0..n-1, uniform over all of them, decided by `key`.
 
     Two stages (Rao 1961, Sandelius 1962): each index goes to one of 2^b cells at random, then each cell is
-    shuffled by Fisher-Yates. Sequential reads and cache-sized writes: 100M indices take about a second, not
-    ten.
+    shuffled by Fisher-Yates. Sequential reads and cache-sized writes: 100M indices take a second, not ten.
     """
     num_cells = 1
     while num_cells * _CELL < n:
@@ -68,7 +67,7 @@ def shuffled(n: int, key: np.uint64) -> NDArray[np.int32]:
 
 @numba.njit(cache=True, nogil=True)
 def _scattered(n, key, num_cells):
-    """Indices by cell, in order within it, and where each cell starts: int32[n], int64[num_cells + 1]."""
+    """Return indices by cell, in order within it, and each cell's start: int32[n], int64[num_cells + 1]."""
     out = np.empty(n, np.int32)
     starts = np.zeros(num_cells + 1, np.int64)
     cell_mask = np.uint64(num_cells - 1)

@@ -1,4 +1,4 @@
-"""Plans as Parquet: one row a sample, in execution order, readable by any SQL engine.
+"""Plans as Parquet: one row per sample, in execution order, readable by any SQL engine.
 
 Columns: sample int32, microbatch int32, step int32, width int32 (0 = packed), and of the row's whole
 microbatch: tokens, squared_lengths, draft_slots, draft_pairs (int64). Repeated values are run-length encoded,
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.batching.plan import BatchPlan
-from dflash_core.config import BatchingConfig, from_dict
+from dflash_core.config import BatchingConfig, from_dict, to_dict
 from dflash_core.errors import UserError
 
 _SUMS = ("tokens", "squared_lengths", "draft_slots", "draft_pairs")
@@ -26,21 +26,25 @@ _ROWS_PER_GROUP = 1 << 20
 def save_plan(plan: BatchPlan, path: str | os.PathLike[str]) -> None:
     """Write a plan; the file appears under its name only when it is complete."""
     path = Path(path)
-    schema = pa.schema(
-        [(name, pa.int32()) for name in ("sample", "microbatch", "step", "width")]
-        + [(name, pa.int64()) for name in _SUMS],
-        metadata={"batch_plan": json.dumps(plan.describe() | {"digest": plan.digest})},
-    )
+    origin = {
+        "config": to_dict(plan.config),
+        "seed": plan.seed,
+        "epoch": plan.epoch,
+        "dropped": plan.dropped,
+        "digest": plan.digest,
+    }
+    fields = [(name, pa.int32()) for name in ("sample", "microbatch", "step", "width")]
+    fields += [(name, pa.int64()) for name in _SUMS]
+    schema = pa.schema(fields, metadata={"batch_plan": json.dumps(origin)})
     step_of = plan.step_of_microbatch()
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with pq.ParquetWriter(part, schema, compression="zstd") as writer:
             first = 0
             while first < plan.num_microbatches:  # whole microbatches, a bounded number of rows at a time
-                reached = (
-                    np.searchsorted(plan.offsets, plan.offsets[first] + _ROWS_PER_GROUP, side="right") - 1
-                )
-                last = max(first + 1, min(int(reached), plan.num_microbatches))
+                row_limit = plan.offsets[first] + _ROWS_PER_GROUP
+                last = int(np.searchsorted(plan.offsets, row_limit, side="right")) - 1
+                last = max(first + 1, min(last, plan.num_microbatches))
                 rows = plan.samples_per_microbatch[first:last]
                 numbers = np.arange(first, last, dtype=np.int32)
                 columns = [plan.order[plan.offsets[first] : plan.offsets[last]]]
@@ -86,6 +90,6 @@ def load_plan(path: str | os.PathLike[str]) -> BatchPlan:
     )
     if plan.digest != origin["digest"]:
         raise UserError(
-            f"{path}: its content has digest {plan.digest}, written was {origin['digest']}: damaged file"
+            f"{path}: damaged; its content has digest {plan.digest}, its metadata records {origin['digest']}"
         )
     return plan

@@ -32,7 +32,7 @@ def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterat
     """
     epoch, local = schedule.locate(step)
     plan = schedule.plan(epoch)
-    order = dict(zip(layout.drafters, plan.deal_step(len(layout.drafters), local)))
+    order = dict(zip(layout.drafters, plan.assign_to_ranks(len(layout.drafters), local)))
     for drafters, targets in layout.islands:
         number = step
         for slot in range(max(len(order[rank]) for rank in drafters)):

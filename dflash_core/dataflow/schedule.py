@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_core.anchors import draw_anchors
-from dflash_core.batching import BatchPlan
+from dflash_core.batching.plan import BatchPlan
 from dflash_core.batching.storage import load_plan
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.dataflow.assignment import Assignment, assignments_of_rank
 from dflash_core.dataflow.capture_cache import make_capture
 from dflash_core.dataflow.device_clock import DeviceClock
@@ -188,7 +189,7 @@ def _choose_checkpoint(run: Run, checkpoints: Checkpointer, facts: dict[str, obj
 def _validation_groups(run: Run, schedule: Schedule) -> list[tuple[NDArray[np.int32], int]]:
     batching = run.config.batching
     rows = validation_rows(schedule.store, run.config.training.num_validation_samples)
-    packed = batching.strategy == "packed"
+    packed = STRATEGIES[batching.strategy].is_packed
     return validation_groups(schedule.store, rows, token_budget=batching.token_budget, packed=packed)
 
 

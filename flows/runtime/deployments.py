@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from dflash_core.config import STRATEGIES, RunConfig, Strategy, from_dict
+from dflash_core.batching.strategies import STRATEGIES
+from dflash_core.config import RunConfig, StrategyName, from_dict
 from dflash_core.errors import UserError
 
 PREFECT_YAML = Path(__file__).resolve().parents[2] / "prefect.yaml"
@@ -35,7 +36,7 @@ class FlowOptions:
 class CompareOptions(FlowOptions):
     """compare-strategies: which strategies, with which seeds."""
 
-    strategies: tuple[Strategy, ...] = STRATEGIES
+    strategies: tuple[StrategyName, ...] = tuple(STRATEGIES)
     seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:

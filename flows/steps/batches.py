@@ -1,29 +1,28 @@
-"""From lengths to edges, plans and what they cost."""
+"""Steps from lengths to bucket edges, batch plans and their predicted cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dflash_core.batching.cost import CostModel, predict
-from dflash_core.config import STRATEGIES, RunConfig
-from dflash_core.errors import UserError
+from dflash_core.batching.strategies import STRATEGIES
+from dflash_core.config import RunConfig, check_budget
 from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
 from tasks import advice, buckets, length_profile, plans, report
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting import tables
 
+if TYPE_CHECKING:
+    from dflash_core.batching.advice import Forecast
+    from dflash_core.batching.plan import BatchPlan
+
 
 def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> Pointer:
-    """Bucket edges for this histogram, budget and number of buckets."""
-    longest = profile_pointer["stats"]["max_length"]
-    if longest > config.batching.token_budget:
-        raise UserError(
-            f"batching.token_budget: {config.batching.token_budget} slots is less than the longest sample's "
-            f"{longest} tokens; allowed: at least that, or a lower data.max_length"
-        )
+    """Compute the bucket edges for this histogram, budget and number of buckets."""
+    check_budget(config.batching.token_budget, longest=profile_pointer["stats"]["max_length"])
     directory = root_of(config) / profile_pointer["path"]
     pointer = buckets.bucket_edges(
         root_of(config),
@@ -33,14 +32,13 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
         **buckets.edges_inputs(profile_pointer, config.batching),
         profile_directory=str(directory),
     )
-    found, expected = length_profile.read_profile(directory), pointer["expected_efficiency"]
+    histogram, expected = length_profile.read_profile(directory), pointer["expected_efficiency"]
+    efficiency = "" if expected is None else f"; expected padding efficiency {expected:.4f}"
     artifacts.table(
         "edges",
         config.deployment,
-        artifacts.bucket_rows(found["lengths"], found["counts"], pointer["edges"]),
-        "training samples in each bucket"
-        + (f"; expected padding efficiency {expected:.4f}" if expected is not None else "")
-        + f"; more than {pointer['knee']} buckets gain little",
+        artifacts.bucket_rows(histogram["lengths"], histogram["counts"], pointer["edges"]),
+        f"training samples in each bucket{efficiency}; more than {pointer['knee']} buckets gain little",
     )
     return pointer
 
@@ -50,13 +48,22 @@ def make_plans(
     options: FlowOptions,
     dataset: Dataset,
     edges_pointer: Pointer,
-    strategies: Sequence[str] = STRATEGIES,
+    *,
+    strategies: Sequence[str] = tuple(STRATEGIES),
     all_epochs: bool = False,
 ) -> dict[str, list[Pointer]]:
-    """Plans of each strategy, one task an epoch: all epochs of the run's own, two of the others.
+    """Plan each strategy, one task per epoch: all epochs of the run's own strategy, two of the others.
 
     Args:
-        all_epochs: all epochs of every strategy, to train each.
+        config: the run.
+        options: stages to refresh.
+        dataset: samples to plan for.
+        edges_pointer: bucket edges, for the strategies that use them.
+        strategies: names of the strategies.
+        all_epochs: plan all epochs of every strategy, to train each.
+
+    Returns:
+        Strategy -> one pointer per epoch.
     """
     lengths = plans.lengths_of(config, dataset.shards)
     arguments = {
@@ -68,7 +75,7 @@ def make_plans(
     }
     calls, strategy_of_call = [], []
     for strategy in strategies:
-        batching = replace(config.batching, strategy=strategy)  # type: ignore[arg-type]
+        batching = replace(config.batching, strategy=strategy)
         settings = plans.plan_settings(batching, edges_pointer["edges"])
         own = all_epochs or strategy == config.batching.strategy
         num_epochs = max(config.training.epochs if own else 0, plans.COMPARED_EPOCHS)
@@ -76,7 +83,7 @@ def make_plans(
         calls += [
             {
                 "label": f"plan {strategy} epoch {epoch}",
-                "after": [edges_pointer] if strategy == "bucketed" else dataset.pointers[:1],
+                "after": [edges_pointer] if STRATEGIES[strategy].uses_edges else dataset.pointers[:1],
                 "lengths_digest": lengths.digest,
                 "settings": settings,
                 "seed": config.training.seed,
@@ -85,53 +92,48 @@ def make_plans(
             }
             for epoch in range(num_epochs)
         ]
-    made: dict[str, list[Pointer]] = {strategy: [] for strategy in strategies}
-    found = plans.build_epoch.map(root_of(config), calls, refresh="plan" in options.refresh)
-    for strategy, pointer in zip(strategy_of_call, found):
-        made[strategy].append(pointer)
+    plan_pointers: dict[str, list[Pointer]] = {strategy: [] for strategy in strategies}
+    pointers = plans.build_epoch.map(root_of(config), calls, refresh="plan" in options.refresh)
+    for strategy, pointer in zip(strategy_of_call, pointers):
+        plan_pointers[strategy].append(pointer)
     artifacts.table(
         "plans",
         config.deployment,
-        artifacts.plan_rows(report.plan_figures(made), report.PLAN_FIGURES),
+        artifacts.plan_rows(report.plan_figures(plan_pointers), report.PLAN_FIGURES),
         f"batch plans of each strategy, seed {config.training.seed}; mixing 1 is as good as random samples",
     )
-    return made
+    return plan_pointers
 
 
 def show_plans(
-    config: RunConfig, dataset: Dataset, profile_pointer: Pointer, edges_pointer: Pointer, made: Pointer
+    config: RunConfig,
+    dataset: Dataset,
+    profile_pointer: Pointer,
+    edges_pointer: Pointer,
+    plan_pointers: dict[str, list[Pointer]],
 ) -> None:
-    """Data and plans in the terminal."""
-    figures = report.plan_figures(made)
+    """Print data and plans in the terminal."""
     stats = report.dataset_figures(
         profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
     )
-    tables.print_table(
-        f"{config.deployment}: data and plans",
-        [
-            ("samples, tokens", f"{stats['num_samples']:,}, {stats['num_tokens']:,}"),
-            ("rows rejected", f"{stats['num_rejected']:,}"),
-            (
-                "lengths: median, 99%, longest",
-                f"{stats['median_length']}, {stats['p99_length']}, {stats['max_length']}",
-            ),
-            ("bucket edges", ", ".join(map(str, edges_pointer["edges"]))),
-            *(
-                (
-                    f"{strategy}: efficiency, mixing in a step",
-                    f"{f['padding_efficiency']:.4f}, {f['mixing_step']:.2f}",
-                )
-                for strategy, f in figures.items()
-            ),
-        ],
-    )
+    lengths = f"{stats['median_length']}, {stats['p99_length']}, {stats['max_length']}"
+    rows = [
+        ("samples, tokens", f"{stats['num_samples']:,}, {stats['num_tokens']:,}"),
+        ("rows rejected", f"{stats['num_rejected']:,}"),
+        ("lengths: median, 99%, longest", lengths),
+        ("bucket edges", ", ".join(map(str, edges_pointer["edges"]))),
+    ]
+    for strategy, figures in report.plan_figures(plan_pointers).items():
+        text = f"{figures['padding_efficiency']:.4f}, {figures['mixing_step']:.2f}"
+        rows.append((f"{strategy}: efficiency, mixing in a step", text))
+    tables.print_table(f"{config.deployment}: data and plans", rows)
 
 
-def load_plan(config: RunConfig, pointer: Pointer) -> Any:
-    """The `BatchPlan` of a pointer."""
-    from dflash_core.batching import BatchPlan
+def load_plan(config: RunConfig, pointer: Pointer) -> BatchPlan:
+    """Read the plan of a pointer."""
+    from dflash_core.batching import storage
 
-    return BatchPlan.load(root_of(config) / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet")
+    return storage.load_plan(root_of(config) / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet")
 
 
 def cost_model(
@@ -142,7 +144,7 @@ def cost_model(
     *,
     measure: bool = True,
 ) -> tuple[CostModel, str]:
-    """What a microbatch costs, and where the constants come from."""
+    """Return the cost model of a microbatch, and the source of its constants in words."""
     directory = target_directory(config, target_pointer)
     if not measure:
         return advice.shape_model(directory, config), "from shapes and an assumed speed of the device"
@@ -164,8 +166,10 @@ def cost_model(
 
 
 def predict_seconds(config: RunConfig, epochs: Sequence[Pointer], model: CostModel) -> float | None:
-    """Seconds of capture and drafter that the epochs of a run should take on one process; None for a run that
-    captures once and trains often, or ends early.
+    """Predict the seconds of capture and drafter of a run's epochs on one process.
+
+    Returns:
+        None for a run that captures once and trains often, or that ends early.
     """
     if config.target.cache != "none" or config.training.max_steps is not None:
         return None
@@ -173,8 +177,8 @@ def predict_seconds(config: RunConfig, epochs: Sequence[Pointer], model: CostMod
     return sum(predict(plan.work, model).seconds for plan in used)
 
 
-def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: CostModel) -> list[Any]:
-    """Each strategy on these lengths, fastest first."""
+def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: CostModel) -> list[Forecast]:
+    """Forecast each strategy on these lengths, fastest first."""
     from dflash_core.batching.advice import forecast_strategies
 
     lengths = plans.lengths_of(config, dataset.shards)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_core.batching import build_plan
+from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import BatchingConfig, TrainingConfig
 from dflash_core.data.store import TokenStore

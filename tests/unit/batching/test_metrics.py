@@ -5,20 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_core.batching import BatchingConfig, build_plan, plan_metrics
 from dflash_core.batching.metrics import (
     identical_microbatch_share,
     mixing,
+    plan_metrics,
+    plan_report,
     rank_balance,
     repeated_pair_share,
     source_mixing,
     supervised_per_step,
 )
-from dflash_core.batching.plan import BatchPlan
+from dflash_core.batching.plan import BatchPlan, build_plan
+from dflash_core.config import BatchingConfig
 
 
 def hand_made(microbatches: list[list[int]], lengths: list[int], per_step: int = 1) -> BatchPlan:
-    """A packed plan with the given microbatches, `per_step` of them a step."""
+    """Return a packed plan with the given microbatches, `per_step` of them in each step."""
     rows = [np.array(lengths)[m] for m in microbatches]
     n = len(microbatches)
     return BatchPlan(
@@ -37,16 +39,15 @@ def hand_made(microbatches: list[list[int]], lengths: list[int], per_step: int =
 
 
 def test_mixing_by_hand():
-    """Lengths 1 1 | 3 3: three times the i.i.d. value; 1 3 | 1 3: zero; one group or equal lengths: as
-    i.i.d.
-    """
+    """Lengths 1 1 | 3 3: three times the i.i.d. value; 1 3 | 1 3: zero; one group or equal lengths: 1."""
     clumped = hand_made([[0, 1], [2, 3]], [1, 1, 3, 3])
     spread = hand_made([[0, 2], [1, 3]], [1, 1, 3, 3])
-    assert clumped.report()["mixing_microbatch"] == pytest.approx(3.0)
-    assert spread.report()["mixing_microbatch"] == pytest.approx(0.0)
+    assert plan_report(clumped)["mixing_microbatch"] == pytest.approx(3.0)
+    assert plan_report(spread)["mixing_microbatch"] == pytest.approx(0.0)
     together = hand_made([[0, 1], [2, 3]], [1, 1, 3, 3], per_step=2)
-    assert together.report()["mixing_step"] == 1.0
-    assert hand_made([[0, 1], [2, 3]], [5, 5, 5, 5]).report()["mixing_microbatch"] == 1.0
+    assert plan_report(together)["mixing_step"] == 1.0
+    equal = hand_made([[0, 1], [2, 3]], [5, 5, 5, 5])
+    assert plan_report(equal)["mixing_microbatch"] == 1.0
 
 
 def test_mixing_of_random_groups_is_one():
@@ -68,8 +69,8 @@ def test_source_mixing_by_hand():
     assert source_mixing(plan, np.array([0, 0, 0, 0]), np.arange(2)) == 1.0
 
 
-def test_pairs_that_meet_again_by_hand():
-    """[0 1 2] [3 4] then [0 1] [2 3 4]: of the pairs 01 23 24 34, 01 and 34 met before."""
+def test_repeated_pairs_by_hand():
+    """[0 1 2] [3 4] then [0 1] [2 3 4]: of the pairs 01 23 24 34, 01 and 34 are repeated."""
     before, now = hand_made([[0, 1, 2], [3, 4]], [1] * 5), hand_made([[0, 1], [2, 3, 4]], [1] * 5)
     assert repeated_pair_share(before, now) == 0.5
     assert repeated_pair_share(now, now) == 1.0
@@ -80,18 +81,17 @@ def test_identical_microbatches_by_hand():
     before = hand_made([[0, 1], [2, 3], [4, 5]], [1] * 6)
     now = hand_made([[3, 2], [0, 4], [1, 5]], [1] * 6)
     assert identical_microbatch_share(before, now) == pytest.approx(1 / 3)
-    assert identical_microbatch_share(before, hand_made([[0, 1, 2], [3], [4, 5]], [1] * 6)) == pytest.approx(
-        1 / 3
-    )
+    other = hand_made([[0, 1, 2], [3], [4, 5]], [1] * 6)
+    assert identical_microbatch_share(before, other) == pytest.approx(1 / 3)
 
 
-def test_supervised_tokens_of_a_step_by_hand():
+def test_supervised_tokens_per_step_by_hand():
     plan = hand_made([[2, 0], [1], [3]], [4, 4, 4, 4], per_step=2)
     assert supervised_per_step(plan, np.array([1, 2, 3, 4], np.int32)).tolist() == [6, 4]
 
 
 def test_balance_by_hand():
-    """Two equal microbatches on two ranks: 1; one microbatch on two ranks: one waits, largest / mean = 2."""
+    """Two equal microbatches on two ranks: 1; one microbatch on two ranks: one idles, largest / mean = 2."""
     assert rank_balance(hand_made([[0], [1]], [4, 4], per_step=2), 2)["seconds"] == pytest.approx(1.0)
     assert rank_balance(hand_made([[0]], [4]), 2)["seconds"] == pytest.approx(2.0)
 
@@ -101,10 +101,9 @@ def test_all_metrics_are_finite_numbers(n):
     lengths = np.arange(n, dtype=np.int32) % 7 + 1
     config = BatchingConfig(strategy="sorted_fresh", token_budget=20, tokens_per_step=60)
     before, plan = (build_plan(lengths, config, seed=0, epoch=e, draft_slots=lengths) for e in (0, 1))
-    found = plan_metrics(
+    metrics = plan_metrics(
         plan, source_id=(lengths % 2).astype(np.int16), num_supervised=lengths, previous=before, world_size=3
     )
-    assert all(np.isfinite(value) for value in found.values())
-    assert {"padding_efficiency", "fill", "mixing_step", "source_mixing_step", "repeated_pair_share"} <= set(
-        found
-    )
+    assert all(np.isfinite(value) for value in metrics.values())
+    expected = {"padding_efficiency", "fill", "mixing_step", "source_mixing_step", "repeated_pair_share"}
+    assert expected <= metrics.keys()

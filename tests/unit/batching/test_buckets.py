@@ -7,17 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from dflash_core.batching import BatchingConfig, build_plan, edge_curve, edges_of_lengths, optimal_edges
+from dflash_core.batching.buckets import edge_curve, edges_of_lengths, optimal_edges
+from dflash_core.batching.metrics import plan_report
+from dflash_core.batching.plan import build_plan
+from dflash_core.config import BatchingConfig
 from dflash_core.errors import UserError
 
 
 def test_worked_static_edges():
-    """Ten of 3, ten of 4, ten of 9. Two buckets: {3 4} {9} costs 20 * 4 + 90 = 170, {3} {4 9} costs 30 +
-    180.
-    """
-    assert optimal_edges(
-        [3, 4, 9], [10, 10, 10], num_buckets=2, token_budget=9, shapes="static"
-    ).tolist() == [0, 4, 9]
+    """Ten of 3, ten of 4, ten of 9: {3 4} {9} costs 20 * 4 + 90 = 170 slots, {3} {4 9} costs 30 + 180."""
+    edges = optimal_edges([3, 4, 9], [10, 10, 10], num_buckets=2, token_budget=9, shapes="static")
+    assert edges.tolist() == [0, 4, 9]
 
 
 def test_static_edges_are_the_optimum_over_all_edges():
@@ -31,17 +31,16 @@ def test_static_edges_are_the_optimum_over_all_edges():
             return int((counts * tops).sum())
 
         for k in (1, 2, 3, 4):
-            found = optimal_edges(values, counts, num_buckets=k, token_budget=64, shapes="static")
+            edges = optimal_edges(values, counts, num_buckets=k, token_budget=64, shapes="static")
             best = min(
                 padded([*inner, values[-1]]) for inner in itertools.combinations(values[:-1].tolist(), k - 1)
             )
-            assert len(found) == k + 1 and padded(found[1:]) == best
+            assert len(edges) == k + 1
+            assert padded(edges[1:]) == best
 
 
 def test_dynamic_efficiency_is_what_plans_reach():
-    """The formula against plans of 30,000 lengths: never too low, a little high with few buckets (see the
-    module).
-    """
+    """The formula against plans of 30,000 lengths: never too low, a little high with few buckets."""
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(6, 0.7, 30_000), 16, 4096).astype(np.int32)
     values, counts = np.unique(lengths, return_counts=True)
@@ -51,8 +50,8 @@ def test_dynamic_efficiency_is_what_plans_reach():
         config = BatchingConfig(
             strategy="bucketed", edges=tuple(map(int, curve.edges[k - 1])), token_budget=65_536
         )
-        realised = build_plan(lengths, config, seed=0, epoch=0).report()["padding_efficiency"]
-        assert -0.003 < curve.efficiency[k - 1] - realised < (0.02 if k < 8 else 0.005)
+        reached = plan_report(build_plan(lengths, config, seed=0, epoch=0))["padding_efficiency"]
+        assert -0.003 < curve.efficiency[k - 1] - reached < (0.02 if k < 8 else 0.005)
 
 
 def test_optimal_edges_beat_quantiles():
@@ -63,13 +62,13 @@ def test_optimal_edges_beat_quantiles():
     reached = []
     for edges in (tuple(optimal.tolist()), quantiles):
         config = BatchingConfig(strategy="bucketed", edges=edges, token_budget=16_384)
-        reached.append(build_plan(lengths, config, seed=0, epoch=0).report()["padding_efficiency"])
+        reached.append(plan_report(build_plan(lengths, config, seed=0, epoch=0))["padding_efficiency"])
     assert reached[0] > reached[1] + 0.01
 
 
 @pytest.mark.parametrize("shapes", ["dynamic", "static"])
 def test_more_buckets_than_lengths(shapes):
-    """Seven samples of three lengths, ten buckets wanted: three come back, and every sample lies in one."""
+    """Seven samples of three lengths, ten buckets wanted: three are returned, each sample in one."""
     lengths = np.array([5, 5, 7, 7, 7, 2, 2], np.int32)
     edges = edges_of_lengths(lengths, num_buckets=10, token_budget=16, shapes=shapes)
     assert edges.tolist() == [0, 2, 5, 7]
@@ -81,7 +80,9 @@ def test_many_lengths_go_through_a_grid():
     curve = edge_curve(values, np.ones(5000, int), max_buckets=8, token_budget=5000, shapes="static")
     assert [len(edges) for edges in curve.edges] == list(range(2, 10))
     for edges in curve.edges:
-        assert (np.diff(edges) > 0).all() and edges[0] == 0 and edges[-1] == 5000
+        assert (np.diff(edges) > 0).all()
+        assert edges[0] == 0
+        assert edges[-1] == 5000
     assert 1 <= curve.knee <= 8
 
 
