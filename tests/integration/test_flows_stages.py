@@ -253,7 +253,7 @@ def test_mistakes_in_the_data_leave_nothing(
     mistake("no usable row", data={"files": [str(tmp_path / "bad.jsonl")]})
     mistake("prompts.jsonl' holds prompts only", data={"files": [str(tmp_path / "prompts.jsonl")]})
     mistake("empty.jsonl", data={"files": [str(tmp_path / "empty.jsonl")]})
-    mistake("batching.token_budget: 20 slots is less than", batching={"token_budget": 20})
+    mistake("batching.token_budget: 20 is not allowed; allowed: at least", batching={"token_budget": 20})
     mistake("target.name: .*nowhere", target={"name": str(tmp_path / "nowhere")})
     mistake("refresh: 'training' is not allowed", refresh=["training"])
     mistake("training.epoch: unknown setting", training={"epoch": 1})
