@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from dflash_core.launch import launcher
         from tasks import report
-        from tasks.reporting import mlflow_run as tracking  # noqa: F401
+        from tasks.reporting import mlflow_client as tracking
         from tasks.storage.stages import STAGES
 
         self.ran: list[str] = []
