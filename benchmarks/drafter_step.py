@@ -76,7 +76,7 @@ def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots:
 
 def dense_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
     from dflash_core.config import ObjectiveConfig
-    from tests.numerics.dense_drafter import dense_hidden, dense_loss
+    from benchmarks.dense_drafter import dense_hidden, dense_loss
 
     features, token_ids, loss_mask, *where = inputs
     hidden = dense_hidden(

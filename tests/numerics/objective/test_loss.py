@@ -11,7 +11,7 @@ from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import LossSums
 from dflash_core.objective.weights import decay_gamma, decay_weights, dpace_weights
 from dflash_core.target.labels import target_labels
-from tests.numerics.drafter_cases import assert_sums_close, make_case, make_drafter, run
+from tests.support.drafter_cases import assert_sums_close, make_case, make_drafter, run
 
 
 def slots(mask, anchors, ends, block_size=4):
