@@ -211,7 +211,8 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, *index_A, out_AKNH = ctx.saved_tensors
+        q_AKNH, k_ctx_TGH, v_ctx_TGH, k_blk_AKGH, v_blk_AKGH, *rest = ctx.saved_tensors
+        context_start_A, anchor_A, out_AKNH = rest
         grad_out_AKNH = grads[0]
         wide = torch.promote_types(q_AKNH.dtype, torch.float32)
         num_slots, num_kv_heads = q_AKNH.shape[1], k_ctx_TGH.shape[1]
@@ -220,7 +221,7 @@ class _TiledAttention(torch.autograd.Function):
             for x in (q_AKNH, k_blk_AKGH, v_blk_AKGH)
         )
         dk_ctx, dv_ctx = (torch.zeros(x.shape, dtype=wide) for x in (k_ctx_TGH, v_ctx_TGH))
-        tiles = list(_tiles(*index_A, num_slots, ctx.sliding_window))
+        tiles = list(_tiles(context_start_A, anchor_A, num_slots, ctx.sliding_window))
         buffers = _score_buffer(tiles, q_AKNH, wide), _score_buffer(tiles, q_AKNH, wide)
         for tile in tiles:
             q = _tile_queries(q_AKNH, tile, num_kv_heads, wide).mul(ctx.scale)

@@ -203,7 +203,8 @@ def block_attention(
     context_start = context_start_A.to(torch.int32).contiguous()
     anchor = anchor_A.to(torch.int32).contiguous()
     if len(anchor) == 0:
-        return q_AKNH + sum(x.sum() for x in tensors[1:])  # empty, and differentiable in all five
+        # empty, and differentiable in all five tensors
+        return q_AKNH + sum(x.sum() for x in tensors[1:])
     ascending = (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all()
     valid = ascending & (context_start <= anchor).all()
     torch._assert_async(valid, "context_start_A and anchor_A must ascend, context_start_A <= anchor_A")

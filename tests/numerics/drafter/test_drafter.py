@@ -70,7 +70,7 @@ def test_equals_dense_reference(shape, objective, dtype):
         hidden, exact.heads.head_VD, token_ids, loss_mask, *where, objective, exact.last_hidden
     )
     loss_sum.backward()
-    # not smaller for float64: weights are float32 masters, and gradients are rounded to float32
+    # 1e-6 for float64 too, because weights are float32 masters and gradients are rounded to float32
     relative = 1e-5 if dtype == torch.float32 else 1e-6
     torch.testing.assert_close(sums.loss_sum, loss_sum.detach(), rtol=relative, atol=0)
     torch.testing.assert_close(sums.weight_sum, weight_sum.detach(), rtol=relative, atol=0)
@@ -161,8 +161,7 @@ def test_features_from_the_anchor_on_change_nothing(shape):
             for a, anchor in enumerate(case.anchors.tolist()):
                 first = int(case.cu_seqlens[int(case.anchor_sample[a])])
                 if shape.sliding_window is not None:
-                    # for all slots: with two layers a slot also depends, through its block, on what slot 0
-                    # sees
+                    # for every slot: with two layers it also depends, through its block, on slot 0's context
                     first = max(first, anchor + 1 - shape.sliding_window)
                 seen = first <= row < anchor
                 for k in range(shape.block_size):
