@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.dense_drafter import dense_hidden, dense_loss
 from dflash_core.config import DrafterConfig, ObjectiveConfig
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import block_embeddings, project_microbatch
 from dflash_core.target.labels import target_labels
-from benchmarks.dense_drafter import dense_hidden, dense_loss
 from tests.support.drafter_cases import (
     SHAPE,
     assert_close,
