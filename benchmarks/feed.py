@@ -1,10 +1,10 @@
-"""Random microbatches from a token store larger than a gigabyte, warm: `TokenStore.gather`.
+"""`TokenStore.gather`: random microbatches per second from a warm token store larger than a gigabyte.
 
-    python benchmarks/feed.py                     # 1.2 GB, 8 shards, microbatches of 49,152 tokens
+    python -m benchmarks.feed                     # 1.2 GB, 8 shards, microbatches of 49,152 tokens
 
-Lengths are log-normal with a mean near 390 tokens, cut at 4,096, as in a large chat data set. Each microbatch
-takes samples at random from the whole store until the next one would not fit. Every fiftieth microbatch is
-checked against the samples one by one. Prints a table, then one line of JSON with the same figures.
+Lengths are log-normal with a mean near 390 tokens, at most 4,096, as in a large chat data set. Each
+microbatch takes random samples of the whole store until the next one would not fit. Every fiftieth microbatch
+is compared with its samples read one by one. Prints the figures, then one line of JSON with the same figures.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BUDGET = 49_152
 
 
 def write_shard(directory: Path, seed: int, num_tokens: int) -> Path:
+    """Write a shard of random samples with at least `num_tokens` tokens; return its directory."""
     generator = np.random.default_rng(seed)
     with ShardWriter(directory, source_digest=f"feed {seed}", meta={}) as writer:
         written = 0
@@ -39,13 +40,14 @@ def write_shard(directory: Path, seed: int, num_tokens: int) -> Path:
 
 
 def random_microbatches(store: TokenStore, count: int) -> list[np.ndarray]:
+    """Return the rows of `count` random microbatches of at most BUDGET tokens."""
     generator = np.random.default_rng(0)
-    out = []
+    microbatches = []
     for _ in range(count):
         rows = generator.integers(0, len(store), 1024)
         fit = int(np.searchsorted(np.cumsum(store.lengths[rows], dtype=np.int64), BUDGET, side="right"))
-        out.append(rows[:fit])
-    return out
+        microbatches.append(rows[:fit])
+    return microbatches
 
 
 def main() -> None:
@@ -58,11 +60,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        tokens_per_shard = int(args.gigabytes * 1e9 / 5 / args.shards)  # 4 bytes of id and 1 of mask a token
+        # per token 4 bytes of id and 1 byte of mask
+        tokens_per_shard = int(args.gigabytes * 1e9 / 5 / args.shards)
         shards = [write_shard(Path(directory) / f"s{n}", n, tokens_per_shard) for n in range(args.shards)]
         started = time.perf_counter()
         store = TokenStore.open(shards)
-        opened = time.perf_counter() - started
+        open_seconds = time.perf_counter() - started
         microbatches = random_microbatches(store, args.microbatches)
         for rows in microbatches[::50]:
             token_ids, loss_mask, _ = store.gather(rows)
@@ -74,19 +77,22 @@ def main() -> None:
             for rows in microbatches:
                 store.gather(rows)
             rates.append(args.microbatches / (time.perf_counter() - started))
-        rates = rates[1:]  # the first round brings pages in
+        # the first round fills the page cache
+        rates = rates[1:]
         tokens = float(np.mean([store.lengths[rows].sum() for rows in microbatches]))
     result = {
         "store_gigabytes": args.gigabytes,
         "samples": len(store),
         "shards": args.shards,
-        "open_seconds": opened,
+        "open_seconds": open_seconds,
         "microbatches_per_second": statistics.median(rates),
         "microbatches_per_second_min": min(rates),
         "microbatches_per_second_max": max(rates),
         "tokens_per_microbatch": tokens,
     }
-    print(f"{len(store):,} samples, {args.gigabytes} GB in {args.shards} shards, opened in {opened:.2f} s")
+    print(
+        f"{len(store):,} samples, {args.gigabytes} GB in {args.shards} shards, opened in {open_seconds:.2f} s"
+    )
     print(
         f"{statistics.median(rates):,.0f} microbatches/s ({min(rates):,.0f} to {max(rates):,.0f}) of "
         f"{tokens:,.0f} tokens on average"

@@ -1,13 +1,13 @@
 """The length profile of large data sets in DuckDB, from the lengths that ingest stores.
 
-    python benchmarks/length_profile.py                  # 902,000 and 10 million samples, 8 shards each
-    python benchmarks/length_profile.py --samples 902000 --shards 500
+    python -m benchmarks.length_profile                  # 902,000 and 10 million samples, 8 shards each
+    python -m benchmarks.length_profile --samples 902000 --shards 500
 
-Writes samples.parquet files as ingest does, with log-normal lengths (mean near 1,600 tokens, at most 8,192), and
-times what the stage does: "profile" is its body (statistics, histogram, sources, truncation table, written as
-JSON); "key" is what decides whether it runs at all (the split's bound and the digest of all lengths). Both include
-opening DuckDB; files are in the page cache. The profile is checked against NumPy. Prints a table, then one line of
-JSON with the same figures.
+Writes samples.parquet files as ingest does, with log-normal lengths (mean near 1,600 tokens, at most 8,192),
+and times the stage: "profile" is its body (statistics, histogram, sources, truncation table, written as
+JSON); "key" is the part that decides whether the body runs (the bound of the validation split and the digest
+of all lengths). Both include opening DuckDB; files are in the page cache. The profile is compared with NumPy.
+Prints a table, then one line of JSON with the same figures.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from dflash_core.config import DataConfig
 from dflash_core.data.store import SAMPLES_SCHEMA
 from tasks import length_profile
 
-ROW_GROUP = 1 << 15  # as ShardWriter writes
+# the row group of ShardWriter
+ROW_GROUP = 1 << 15
 
 
 def write_samples(directory: Path, num_samples: int, num_shards: int) -> np.ndarray:
-    """samples.parquet of each shard; returns all lengths."""
+    """Write samples.parquet of each shard; return all lengths."""
     generator = np.random.default_rng(0)
     parts = []
     for number, count in enumerate(np.diff(np.linspace(0, num_samples, num_shards + 1).astype(int))):
         lengths = np.clip(generator.lognormal(7.2, 0.55, count), 64, 8192).astype(np.int32)
         parts.append(lengths)
         keys = generator.integers(0, 1 << 64, count, dtype=np.uint64)
+        ids = [None, pa.py_buffer(generator.bytes(16 * count))]
         columns = [
-            pa.FixedSizeBinaryArray.from_buffers(
-                pa.binary(16), count, [None, pa.py_buffer(generator.bytes(16 * count))]
-            ),
+            pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, ids),
             pa.array([f"file-{number}"] * count),
             pa.array(lengths),
             pa.array(lengths // 2),
@@ -58,6 +58,7 @@ def write_samples(directory: Path, num_samples: int, num_shards: int) -> np.ndar
 
 
 def measure(num_samples: int, num_shards: int, rounds: int) -> dict[str, Any]:
+    """Time key and profile of generated shards, and check the profile."""
     seconds: dict[str, list[float]] = {"key": [], "profile": []}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -79,12 +80,14 @@ def measure(num_samples: int, num_shards: int, rounds: int) -> dict[str, Any]:
             )
             seconds["profile"].append(time.perf_counter() - started)
         profile = length_profile.read_profile(directory)
-    assert profile["stats"]["num_samples"] == num_samples and profile["stats"]["num_tokens"] == lengths.sum()
+    assert profile["stats"]["num_samples"] == num_samples
+    assert profile["stats"]["num_tokens"] == lengths.sum()
     assert profile["stats"]["median_length"] == np.sort(lengths)[(num_samples - 1) // 2]
     assert sum(profile["counts"]) == num_samples - profile["stats"]["num_validation_samples"]
     figures: dict[str, Any] = {"samples": num_samples, "shards": num_shards}
     for part, times in seconds.items():
-        times = times[1:]  # the first round brings pages in
+        # the first round fills the page cache
+        times = times[1:]
         figures[f"{part}_seconds"] = statistics.median(times)
         figures[f"{part}_seconds_max"] = max(times)
     return figures
@@ -100,11 +103,11 @@ def main() -> None:
     args = parser.parse_args()
     results = [measure(count, args.shards, args.rounds) for count in args.samples]
     for row in results:
-        print(
-            f"{row['samples']:>12,} samples in {row['shards']} shards: profile {row['profile_seconds']:.3f} s "
-            f"(at most {row['profile_seconds_max']:.3f}), key {row['key_seconds']:.3f} s "
-            f"(at most {row['key_seconds_max']:.3f})"
+        profile, key = (
+            f"{part} {row[f'{part}_seconds']:.3f} s (at most {row[f'{part}_seconds_max']:.3f})"
+            for part in ("profile", "key")
         )
+        print(f"{row['samples']:>12,} samples in {row['shards']} shards: {profile}, {key}")
     print(json.dumps({"profiles": results}))
 
 

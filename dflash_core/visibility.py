@@ -1,12 +1,11 @@
-"""Who sees whom, once: the attention rule of DFlash training and decoding (arXiv 2602.06036, section 3).
+"""The attention rule of DFlash training and decoding (arXiv 2602.06036, section 3), in one place.
 
 Slot k of a block (anchor at packed row a of a sample that starts at row s) sees
 
 - context rows r with s <= r < a: its own sample, strictly before the anchor. The target's hidden state of the
   anchor token itself is unknown when the drafter runs, so it is never visible;
-- with a sliding window also only rows with (a + k) - r < window;
-- all K slots of its own block, in both directions. The slots past a sample's end exist too, as they do in
-  decoding;
+- of these, with a sliding window, only rows with (a + k) - r < window;
+- all K slots of its own block, in both directions. The slots past a sample's end exist too, as in decoding;
 
 and nothing else: no other block, no other sample.
 
@@ -18,7 +17,7 @@ Worked example, samples of 4 and 5 tokens packed in rows 0..8, block size 2, anc
     6.0           4 5                   4 5
     6.1           4 5                   5
 
-Shape letters: A blocks, K slots a block, T packed context rows.
+Shape letters: A blocks, K slots per block, T packed context rows.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from torch import Tensor
 def context_bounds(
     context_start_A: Tensor, anchor_A: Tensor, *, block_size: int, sliding_window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half-open range of context rows that each slot sees.
+    """Return the half-open range of context rows that each slot sees.
 
     Args:
         context_start_A: first packed row of each block's sample.
         anchor_A: packed row of each block's anchor.
-        block_size: slots a block.
+        block_size: slots per block.
         sliding_window: None, or how far back a slot sees, itself included.
 
     Returns:
@@ -57,7 +56,7 @@ def context_mask(
     block_size: int,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """The rule as a dense bool [A, K, T], True where visible. For references, never at scale."""
+    """Return the rule as a dense bool [A, K, T], True where visible. For references, never at scale."""
     first_AK, end_AK = context_bounds(
         context_start_A, anchor_A, block_size=block_size, sliding_window=sliding_window
     )

@@ -1,10 +1,12 @@
-"""The SQL of the length profile: one relation a file, each with its grain, inputs and what it drops in the
-first lines.
+"""The SQL of the length profile: one relation per file.
+
+The first lines of a file name its grain, its inputs and the rows that it drops. The text, comments included,
+is in the key of the profile stage: any change here reruns that stage.
 """
 
 from importlib.resources import files
 
 
 def read(name: str) -> str:
-    """The text of `name`.sql."""
+    """Return the text of `name`.sql."""
     return files("sql").joinpath(f"{name}.sql").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def smollm2_dir() -> Path:
     if not directory.exists():
         materialise("smollm2-135m-instruct", directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let the processes that a module starts compute with one thread each: ranks share the cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,12 @@
 """Block attention on CUDA: launches and gradients of the kernels in `block_attention_triton_kernels`.
 
 Same contract as `block_attention.block_attention`, whose reference is the oracle of these kernels. `tiles`
-holds the launch shapes by architecture and head size: what fits in shared memory and registers without
-spilling, as `benchmarks/kernels_aot.py` finds by compiling for each chip. Chosen without a GPU to time them.
+holds the launch shapes by architecture and head size: those that fit in shared memory and registers
+without spilling, found by compiling for each chip (`benchmarks/kernels_aot.py`). They were chosen without
+a GPU to time them.
 
-Shape letters: A blocks, K slots a block, T packed context rows, N query heads, G key/value heads, R = N / G,
-H head dim.
+Shape letters: A blocks, K slots per block, T packed context rows, N query heads, G key/value heads,
+R = N / G, H head dim.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# (kernel, widest head): sm_90 (operands in shared memory), sm_100 (sums in tensor memory), sm_80 and sm_120
+# (kernel, widest head): sm_90 (operands in shared memory), sm_100 (sums in tensor memory), sm_80 and sm_120.
+# backward_slots is the backward_keys kernel on the blocks' own slots: every tile is masked, which costs
+# registers.
 _TILES = {
     ("forward", 64): (Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
     ("forward", 128): (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3)),
@@ -45,7 +48,6 @@ _TILES = {
     ("backward_keys", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     ("backward_keys", 128): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
     ("backward_keys", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
-    # the same kernel for a block's own slots: every tile is masked, which costs registers
     ("backward_slots", 64): (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     ("backward_slots", 128): (Tiles(64, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2)),
     ("backward_slots", 256): (Tiles(32, 32, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
@@ -53,12 +55,14 @@ _TILES = {
 
 
 def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
-    """Tiles of "forward", "backward_queries", "backward_keys" or "backward_slots", for head_dim up to 256.
+    """Return the launch shape of a kernel.
 
     Args:
-        itemsize: bytes of an input element. float32 products run on ordinary cores in small
-            tiles: exact, and slow.
-        capability: 80, 90, 100, 120: compute capability times ten.
+        kernel: "forward", "backward_queries", "backward_keys" or "backward_slots".
+        head_dim: up to 256.
+        itemsize: bytes per input element. float32 products run on ordinary cores in small tiles:
+            exact, and slow.
+        capability: compute capability times ten: 80, 90, 100 or 120.
     """
     if itemsize == 4:
         return Tiles(16, 16, 4, 1)
@@ -67,22 +71,23 @@ def tiles(kernel: str, head_dim: int, itemsize: int, capability: int) -> Tiles:
 
 
 def launch_constants(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments that follow from the inputs alone."""
-    return {
-        "H": head_dim,
-        "TILE_H": max(16, triton.next_power_of_2(head_dim)),
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # has a meaning for float32 inputs only
-    }
+    """Return the compile-time arguments that follow from the inputs alone."""
+    # PRECISION matters for float32 inputs only
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return {"H": head_dim, "TILE_H": max(16, triton.next_power_of_2(head_dim)), "PRECISION": precision}
 
 
 def _block_ranges(
     context_start_A: Tensor, anchor_A: Tensor, *, num_keys: int, tile_keys: int, block_size: int, window: int
 ) -> Tensor:
-    """Which blocks see each tile of context rows: int32 [tiles, 4], ranges [0]:[3] in part and [1]:[2] whole.
+    """Return the blocks that see each tile of context rows.
 
     Tile [t0, t1): blocks with anchor > t0 and context_start < t1 see some of it, those with anchor >= t1 and
     context_start <= t0 see all of it. Both inputs ascend, so each set is a range. With anchors 3, 6, 9 of one
-    sample and tiles of 4 rows: tile [4, 8) is seen by blocks [1, 3) and seen whole by [2, 3).
+    sample and tiles of 4 rows: blocks [1, 3) see some of tile [4, 8), blocks [2, 3) see all of it.
+
+    Returns:
+        int32 [tiles, 4]: blocks [0]:[3] see some of the tile, blocks [1]:[2] all of it.
     """
     t0 = torch.arange(0, num_keys, tile_keys, device=anchor_A.device, dtype=anchor_A.dtype)
     t1 = (t0 + tile_keys).clamp(max=num_keys)
@@ -90,7 +95,8 @@ def _block_ranges(
     full_first = torch.searchsorted(anchor_A, t1)
     last = torch.searchsorted(context_start_A, t1)
     full_last = torch.searchsorted(context_start_A, t0, right=True)
-    if window > 0:  # slot 0 sees rows > anchor - window, slot K - 1 rows > anchor + K - 1 - window
+    if window > 0:
+        # slot 0 sees rows > anchor - window, slot K - 1 rows > anchor + K - 1 - window
         last = torch.minimum(last, torch.searchsorted(anchor_A, t1 - 1 + window))
         full_last = torch.minimum(full_last, torch.searchsorted(anchor_A, t0 + window - (block_size - 1)))
     last = torch.maximum(first, last)
@@ -106,12 +112,10 @@ class _BlockAttention(torch.autograd.Function):
         groups = k_ctx.shape[1]
         constants = {"G": groups, "R": num_heads // groups, "K": block_size, "WINDOW": window}
         constants |= launch_constants(head_dim, q.dtype)
-        out = torch.empty_like(q)
-        lse = torch.empty(
-            groups, num_blocks * block_size * constants["R"], device=q.device, dtype=torch.float32
-        )
+        out, num_rows = torch.empty_like(q), num_blocks * block_size * constants["R"]
+        lse = torch.empty(groups, num_rows, device=q.device, dtype=torch.float32)
         shape = tiles("forward", head_dim, q.element_size(), _capability(q))
-        forward_kernel[(triton.cdiv(lse.shape[1], shape.rows), groups)](
+        forward_kernel[(triton.cdiv(num_rows, shape.rows), groups)](
             q, k_ctx, v_ctx, k_blk, v_blk, context_start, anchor, out, lse, num_blocks, scale * LOG2_E,
             **constants, **_launch(shape),
         )  # fmt: skip
@@ -132,17 +136,20 @@ class _BlockAttention(torch.autograd.Function):
             q, k_ctx, v_ctx, k_blk, v_blk, context_start, anchor, out, lse, dout, dq, delta,
             num_blocks, scale, scale * LOG2_E, **constants, **_launch(shape),
         )  # fmt: skip
-        tiles_of = [
+        context_shape, slot_shape = (
             tiles(name, head_dim, q.element_size(), _capability(q))
             for name in ("backward_keys", "backward_slots")
-        ]
+        )
         ranges = _block_ranges(
-            context_start, anchor, num_keys=k_ctx.shape[0], tile_keys=tiles_of[False].keys,
-            block_size=block_size, window=constants["WINDOW"],
-        )  # fmt: skip
+            context_start,
+            anchor,
+            num_keys=k_ctx.shape[0],
+            tile_keys=context_shape.keys,
+            block_size=block_size,
+            window=constants["WINDOW"],
+        )
         gradients = []
-        for own, k, v in ((False, k_ctx, v_ctx), (True, k_blk, v_blk)):
-            shape = tiles_of[own]
+        for own, shape, k, v in ((False, context_shape, k_ctx, v_ctx), (True, slot_shape, k_blk, v_blk)):
             dk, dv = torch.empty_like(k), torch.empty_like(v)
             num_keys = k.numel() // (groups * head_dim)
             if num_keys:
@@ -165,8 +172,9 @@ def _launch(shape: Tiles) -> dict[str, Any]:
 
 
 def _capability(x: Tensor) -> int:
+    """Return the compute capability times ten; the interpreter counts as 90."""
     if not x.is_cuda:
-        return 90  # the interpreter
+        return 90
     major, minor = torch.cuda.get_device_capability(x.device)
     return major * 10 + minor
 
@@ -183,9 +191,10 @@ def block_attention(
     sliding_window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`dflash_core.kernels.block_attention.block_attention` on CUDA, float32, bfloat16 or float16.
+    """Compute `block_attention.block_attention` on CUDA, in float32, bfloat16 or float16.
 
-    That `context_start_A` and `anchor_A` ascend is asserted on the device, without waiting for it.
+    A device-side assertion, which the host does not wait for, checks that `context_start_A`
+    and `anchor_A` ascend.
     """
     scale = q_AKNH.shape[-1] ** -0.5 if scale is None else scale
     assert scale > 0 and (sliding_window is None or sliding_window > 0), (scale, sliding_window)
@@ -194,9 +203,9 @@ def block_attention(
     context_start = context_start_A.to(torch.int32).contiguous()
     anchor = anchor_A.to(torch.int32).contiguous()
     if len(anchor) == 0:
-        return q_AKNH + sum(x.sum() for x in tensors[1:])  # empty, and differentiable in all five
-    ascending = (
-        (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all() & (context_start <= anchor).all()
-    )
-    torch._assert_async(ascending, "context_start_A and anchor_A must ascend, context_start_A <= anchor_A")
+        # empty, and differentiable in all five tensors
+        return q_AKNH + sum(x.sum() for x in tensors[1:])
+    ascending = (anchor.diff() >= 0).all() & (context_start.diff() >= 0).all()
+    valid = ascending & (context_start <= anchor).all()
+    torch._assert_async(valid, "context_start_A and anchor_A must ascend, context_start_A <= anchor_A")
     return _BlockAttention.apply(*tensors, context_start, anchor, sliding_window or 0, scale)

@@ -2,35 +2,35 @@
 
 The queries of one key/value head are numbered as rows, row = (block * K + slot) * R + head of the group, and
 a program takes TILE_ROWS consecutive rows whatever block they belong to. Two blocks of 16 slots with 4 heads
-a group fill a tile of 128 rows, and one load of a key serves all of them:
+per group fill a tile of 128 rows, and one load of a key serves all of them:
 
     row      0 .. 63 | 64 .. 127
     block        0   |     1
     sees    [s0, a0) | [s1, a1)         context rows, plus the K slots of its own block
 
 So every row sees one interval of context rows and one of slots, both known from `context_start_A` and
-`anchor_A`. Keys that all rows of a tile see are taken without a comparison; only the ends of the intervals
-are masked. Because anchors ascend, the blocks that see a tile of context rows are one contiguous range
-(binary search): the gradient of a key is summed by one program in a fixed order, so backward is bit-equal
-from call to call.
+`anchor_A`. Keys that all rows of a tile see need no comparison; only the ends of the intervals are masked.
+Because anchors ascend, the blocks that see a tile of context rows are one contiguous range (binary search):
+one program sums the gradient of a key in a fixed order, so backward is bit-equal from call to call.
 
-Work follows the visible context: 2 products a visible (row, key) pair forward, 3 (queries) + 4 (keys)
-backward. A tile whose rows belong to two samples also passes over, masked, what lies between their contexts.
+Work follows the visible context: 2 products per visible (row, key) pair forward, 3 (queries) + 4 (keys)
+backward. A tile whose rows belong to two samples also passes, masked, over the keys between their contexts.
 Masked ends come before the whole tiles in each kernel: fewer values stay live through the long loop.
 
-Shape letters: A blocks, K slots a block, T packed context rows, N query heads, G key/value heads, R = N / G,
-H head dim.
+Shape letters: A blocks, K slots per block, T packed context rows, N query heads, G key/value heads,
+R = N / G, H head dim.
 """
 
 import triton
 import triton.language as tl
 
-_UNSPECIALISED = ["num_blocks", "num_keys"]  # one binary for every batch size
+# one binary for every batch size
+_UNSPECIALISED = ["num_blocks", "num_keys"]
 
 
 @triton.jit
 def _row_context(anchor_ptr, context_start_ptr, rows, K: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr):
-    """The context interval [lo, hi) that each row sees; lo == hi where it sees none."""
+    """Return the context interval [lo, hi) that each row sees; lo == hi where it sees none."""
     block = rows // (K * R)
     hi = tl.load(anchor_ptr + block)
     lo = tl.load(context_start_ptr + block)
@@ -42,14 +42,14 @@ def _row_context(anchor_ptr, context_start_ptr, rows, K: tl.constexpr, R: tl.con
 
 @triton.jit
 def _row_slots(rows, K: tl.constexpr, R: tl.constexpr):
-    """The interval of flat slots (block * K + slot) of each row's own block."""
+    """Return the interval of flat slots (block * K + slot) of each row's own block."""
     lo = rows // (K * R) * K
     return lo, lo + K
 
 
 @triton.jit
 def _split(first, full_lo, full_hi, last, TILE: tl.constexpr):
-    """Cut [first, last) into two ends and a fully visible middle of whole tiles: the middle's bounds."""
+    """Cut [first, last) into two ends and a visible middle of whole tiles; return the middle's bounds."""
     if full_hi - full_lo < TILE:
         full_lo = last
         full_hi = last
@@ -58,7 +58,7 @@ def _split(first, full_lo, full_hi, last, TILE: tl.constexpr):
 
 @triton.jit
 def _edge(j, num_left, first, full_lo, full_hi, last, TILE: tl.constexpr):
-    """Tile j of the two ends: its start, and where its end of the interval stops."""
+    """Return the start of tile j of the two ends, and where that end of the interval stops."""
     start = first + j * TILE
     limit = full_lo
     if j >= num_left:
@@ -69,19 +69,55 @@ def _edge(j, num_left, first, full_lo, full_hi, last, TILE: tl.constexpr):
 
 @triton.jit
 def _query_base(row0, group, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr):
-    """Element offset of a tile in a [A, K, N, H] tensor, which may hold more than 2**31 elements."""
+    """Return the element offset of a tile in [A, K, N, H], which may hold more than 2**31 elements."""
     return tl.cast(row0 // R, tl.int64) * (G * R * H) + group * (R * H)
 
 
 @triton.jit
 def _query_offsets(row0, rows, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr):
-    """Element offsets of the rows of a tile from `_query_base`, in 32 bits."""
+    """Return the element offsets of the rows of a tile from `_query_base`, in 32 bits."""
     return (rows // R - row0 // R) * (G * R * H) + rows % R * H
 
 
 @triton.jit
+def _query_rows(num_rows, group, G: tl.constexpr, R: tl.constexpr, H: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Return this program's rows, the same clamped to existing rows, and the offsets of their queries.
+
+    The first program takes the last rows: late anchors see most, so the longest programs start first.
+    """
+    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS
+    own_rows = row0 + tl.arange(0, TILE_ROWS)
+    rows = tl.minimum(own_rows, num_rows - 1)
+    return own_rows, rows, _query_base(row0, group, G, R, H), _query_offsets(row0, rows, G, R, H)
+
+
+@triton.jit
+def _context_tiles(
+    anchor_ptr, context_start_ptr, rows,
+    K: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return each row's interval [lo, hi), their union cut as by `_split`, and the tiles of its two ends."""
+    lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
+    first = tl.min(lo, 0)
+    last = tl.max(hi, 0)
+    full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
+    num_left = tl.cdiv(full_lo - first, TILE_KEYS)
+    num_right = tl.cdiv(last - full_hi, TILE_KEYS)
+    return lo, hi, first, full_lo, full_hi, last, num_left, num_right
+
+
+@triton.jit
+def _own_tiles(rows, K: tl.constexpr, R: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Return each row's interval [lo, hi) of slots, their union, and its number of tiles."""
+    lo, hi = _row_slots(rows, K, R)
+    first = tl.min(lo, 0)
+    last = tl.max(hi, 0)
+    return lo, hi, first, last, tl.cdiv(last - first, TILE_KEYS)
+
+
+@triton.jit
 def _load(ptr, offsets, row_mask, H: tl.constexpr, TILE_H: tl.constexpr, MASKED: tl.constexpr):
-    """A [tile, TILE_H] tile; columns from H on, and masked rows, are zero."""
+    """Load a [tile, TILE_H] tile; columns from H on, and masked rows, are zero."""
     column = tl.arange(0, TILE_H)
     pointers = ptr + offsets[:, None] + column[None, :]
     if MASKED and TILE_H != H:
@@ -107,7 +143,7 @@ def _attend(
     GH: tl.constexpr, H: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [key0, key0 + TILE_KEYS): `acc` output, `top` maximum, `total` sum, base 2."""
+    """Add keys [key0, key0 + TILE_KEYS) to an online softmax, base 2: output, maximum and sum."""
     keys = key0 + tl.arange(0, TILE_KEYS)
     base = tl.cast(key0, tl.int64) * GH
     offsets = tl.arange(0, TILE_KEYS) * GH
@@ -133,19 +169,14 @@ def forward_kernel(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_ROWS rows of one key/value head. Writes the output and log2 of the softmax sum."""
+    """Write the output and log2 of the softmax sum. One program: TILE_ROWS rows of one head."""
     group = tl.program_id(1)
     num_rows = num_blocks * (K * R)
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS  # late anchors see most: they start first
-    own_rows = row0 + tl.arange(0, TILE_ROWS)
-    rows = tl.minimum(own_rows, num_rows - 1)
-    q_base = _query_base(row0, group, G, R, H)
-    q_offsets = _query_offsets(row0, rows, G, R, H)
+    own_rows, rows, q_base, q_offsets = _query_rows(num_rows, group, G, R, H, TILE_ROWS)
     q = _load(q_ptr + q_base, q_offsets, own_rows < num_rows, H, TILE_H, False)
     acc = tl.zeros([TILE_ROWS, TILE_H], tl.float32)
-    top = tl.full(
-        [TILE_ROWS], -1.0e30, tl.float32
-    )  # finite: a tile that a row does not see leaves it as it is
+    # finite, so that a tile which a row does not see leaves the row's sums as they are
+    top = tl.full([TILE_ROWS], -1.0e30, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     GH: tl.constexpr = G * H
 
@@ -153,16 +184,10 @@ def forward_kernel(
     v_ctx_ptr += group * H
     k_blk_ptr += group * H
     v_blk_ptr += group * H
-    lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
-    first = tl.min(lo, 0)
-    last = tl.max(hi, 0)
-    full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
-    own_lo, own_hi = _row_slots(rows, K, R)
-    own_first = tl.min(own_lo, 0)
-    own_last = tl.max(own_hi, 0)
-    num_own = tl.cdiv(own_last - own_first, TILE_KEYS)
-    num_left = tl.cdiv(full_lo - first, TILE_KEYS)
-    num_right = tl.cdiv(last - full_hi, TILE_KEYS)
+    lo, hi, first, full_lo, full_hi, last, num_left, num_right = _context_tiles(
+        anchor_ptr, context_start_ptr, rows, K, R, WINDOW, TILE_KEYS
+    )
+    own_lo, own_hi, own_first, own_last, num_own = _own_tiles(rows, K, R, TILE_KEYS)
     for j in tl.range(0, num_own + num_left + num_right, num_stages=1):
         key0, limit = _edge(j - num_own, num_left, first, full_lo, full_hi, last, TILE_KEYS)
         k_ptr, v_ptr, tile_lo, tile_hi = k_ctx_ptr, v_ctx_ptr, lo, hi
@@ -189,7 +214,7 @@ def _query_gradient(
     GH: tl.constexpr, H: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the part of keys [key0, key0 + TILE_KEYS) to dq (before the scale)."""
+    """Add the part of keys [key0, key0 + TILE_KEYS) to dq (before the scale)."""
     keys = key0 + tl.arange(0, TILE_KEYS)
     base = tl.cast(key0, tl.int64) * GH
     offsets = tl.arange(0, TILE_KEYS) * GH
@@ -212,15 +237,11 @@ def backward_queries_kernel(
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, H: tl.constexpr, WINDOW: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_ROWS rows of one head. Writes dq, and delta = sum(out * dout) for the keys."""
+    """Write dq, and delta = sum(out * dout) for the keys. One program: TILE_ROWS rows of one head."""
     group = tl.program_id(1)
     num_rows = num_blocks * (K * R)
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_ROWS
-    own_rows = row0 + tl.arange(0, TILE_ROWS)
+    own_rows, rows, q_base, q_offsets = _query_rows(num_rows, group, G, R, H, TILE_ROWS)
     mask = own_rows < num_rows
-    rows = tl.minimum(own_rows, num_rows - 1)
-    q_base = _query_base(row0, group, G, R, H)
-    q_offsets = _query_offsets(row0, rows, G, R, H)
     do = _load(dout_ptr + q_base, q_offsets, mask, H, TILE_H, False)
     out = _load(out_ptr + q_base, q_offsets, mask, H, TILE_H, False)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
@@ -234,16 +255,10 @@ def backward_queries_kernel(
     v_ctx_ptr += group * H
     k_blk_ptr += group * H
     v_blk_ptr += group * H
-    lo, hi = _row_context(anchor_ptr, context_start_ptr, rows, K, R, WINDOW)
-    first = tl.min(lo, 0)
-    last = tl.max(hi, 0)
-    full_lo, full_hi = _split(first, tl.max(lo, 0), tl.min(hi, 0), last, TILE_KEYS)
-    own_lo, own_hi = _row_slots(rows, K, R)
-    own_first = tl.min(own_lo, 0)
-    own_last = tl.max(own_hi, 0)
-    num_own = tl.cdiv(own_last - own_first, TILE_KEYS)
-    num_left = tl.cdiv(full_lo - first, TILE_KEYS)
-    num_right = tl.cdiv(last - full_hi, TILE_KEYS)
+    lo, hi, first, full_lo, full_hi, last, num_left, num_right = _context_tiles(
+        anchor_ptr, context_start_ptr, rows, K, R, WINDOW, TILE_KEYS
+    )
+    own_lo, own_hi, own_first, own_last, num_own = _own_tiles(rows, K, R, TILE_KEYS)
     for j in tl.range(0, num_own + num_left + num_right, num_stages=1):
         key0, limit = _edge(j - num_own, num_left, first, full_lo, full_hi, last, TILE_KEYS)
         k_ptr, v_ptr, tile_lo, tile_hi = k_ctx_ptr, v_ctx_ptr, lo, hi
@@ -270,7 +285,7 @@ def _key_gradient(
     TILE_ROWS: tl.constexpr, TILE_H: tl.constexpr,
     OWN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what rows [row0, row0 + TILE_ROWS) give to dk (unscaled) and dv. Scores are [keys, rows]."""
+    """Add the part of rows [row0, row0 + TILE_ROWS) to dk (unscaled) and dv. Scores are [keys, rows]."""
     rows = row0 + tl.arange(0, TILE_ROWS)
     inside = rows < limit
     if MASKED:
@@ -280,7 +295,8 @@ def _key_gradient(
     q = _load(q_ptr + base, offsets, inside, H, TILE_H, MASKED)
     do = _load(dout_ptr + base, offsets, inside, H, TILE_H, MASKED)
     if MASKED:
-        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # no row: probability 0
+        # infinity where there is no row: probability 0
+        lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
     else:
         lse = tl.load(lse_ptr + rows)
     delta = tl.load(delta_ptr + rows)
@@ -308,9 +324,10 @@ def backward_keys_kernel(
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_H: tl.constexpr,
     OWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_KEYS keys of one head, context rows or (OWN) slots; sums over the rows that see any.
+    """Write dk and dv of context rows or (OWN) of slots: sums over the rows that see any of them.
 
-    `ranges_ptr`: int32 [tiles, 4] of `_block_ranges`, not read when OWN.
+    One program: TILE_KEYS keys of one key/value head. `ranges_ptr` is int32 [tiles, 4] of `_block_ranges`,
+    and not read when OWN.
     """
     tile = tl.program_id(0)
     group = tl.program_id(1)

@@ -6,7 +6,7 @@ Three implementations of one signature, tested against each other:
 - `linear_cross_entropy` on CPU tensors: one pass over tiles of the logits with a running maximum (as in
   online softmax, Milakov and Gimelshein 2018). The gradient of a row's loss to its hidden state does not
   depend on the row's weight, so it is summed while the tile is live and backward is a product with the
-  weights: two matrix products a logit instead of the three of a recomputing backward, and one tile (8 MB in
+  weights: two matrix products per logit instead of the three of a recomputing backward, and one tile (8 MB in
   float32) instead of the logits;
 - `linear_cross_entropy` on CUDA tensors: `linear_cross_entropy_triton`.
 
@@ -21,23 +21,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# One tile of logits: 1024 x 2048 float32 is 8 MB and stays in cache; whole rows cost 5 to 10% more time here.
+# One tile of logits: 1024 x 2048 float32 is 8 MB and stays in cache; whole rows cost 5 to 10% more time.
 TILE_POSITIONS = 1024
 TILE_VOCABULARY = 2048
 
 
 class VocabularyLoss(NamedTuple):
-    """Per position; float32, or float64 for float64 inputs."""
+    """Loss and accuracy per position; float32, or float64 for float64 inputs."""
 
-    loss_P: Tensor  # cross-entropy to the label, or forward KL to the soft target; differentiable in hidden
-    log_prob_P: Tensor  # the drafter's log-probability of the label; no gradient
-    correct_P: Tensor  # bool: the largest logit (lowest id among equals) is the label's
+    # cross-entropy to the label, or forward KL to the soft target; differentiable in hidden
+    loss_P: Tensor
+    # the drafter's log-probability of the label; no gradient
+    log_prob_P: Tensor
+    # bool: the largest logit (lowest id among equals) is the label's
+    correct_P: Tensor
 
 
 def linear_cross_entropy(
     hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
 ) -> VocabularyLoss:
-    """Loss, label log-probability and top-1 hit of logits = hidden @ head.T, row by row.
+    """Return loss, label log-probability and top-1 hit of logits = hidden @ head.T, row by row.
 
     The caller leaves out the positions that it does not supervise and applies its weights to `loss_P`
     afterwards: row p's gradient to the hidden state is `grad_loss[p] * (softmax(logits[p]) - q[p]) @ head`,
@@ -48,20 +51,19 @@ def linear_cross_entropy(
         hidden_PD: final hidden states, float64, float32 or bfloat16.
         head_VD: the target's lm_head, frozen: it gets no gradient. Dtype of `hidden_PD`. Any V.
         labels_P: int64, 0 <= label < V.
-        soft_target_PD: None, or what the target's lm_head reads for the same predictions (its last hidden
+        soft_target_PD: None, or the input of the target's lm_head for the same predictions (its last hidden
             state after the final norm): the loss is then KL(softmax(soft_target @ head.T) || softmax(hidden @
             head.T)). No gradient flows to it. `log_prob_P` and `correct_P` still refer to `labels_P`.
 
     Returns:
-        VocabularyLoss. Products and sums accumulate in float32 (float64 for float64). P = 0 gives empties.
+        VocabularyLoss. Products and sums accumulate in float32 (float64 for float64). Empty for P = 0.
     """
     head_VD = head_VD.detach()
     if hidden_PD.is_cuda:
         from dflash_core.kernels import linear_cross_entropy_triton
 
-        return linear_cross_entropy_triton.linear_cross_entropy(
-            hidden_PD, head_VD, labels_P, soft_target_PD=soft_target_PD
-        )
+        compute = linear_cross_entropy_triton.linear_cross_entropy
+        return VocabularyLoss(*compute(hidden_PD, head_VD, labels_P, soft_target_PD=soft_target_PD))
     return VocabularyLoss(*_TiledLoss.apply(hidden_PD, head_VD, labels_P, soft_target_PD))
 
 
@@ -83,7 +85,8 @@ class _TiledLoss(torch.autograd.Function):
             hidden, labels = hidden_PD[rows], labels_P[rows]
             label_head = head_VD[labels]
             label_logit = (hidden.to(accumulate) * label_head.to(accumulate)).sum(-1)
-            label_logit = label_logit.to(hidden.dtype).to(accumulate)  # rounded as in the scan: p <= 1
+            # rounded as in the scan, so that p <= 1
+            label_logit = label_logit.to(hidden.dtype).to(accumulate)
             mean_head = None if grad_PD is None else grad_PD[rows]
             log_sum, best = _scan_vocabulary(hidden, head_VD, mean_head)
             log_prob_P[rows] = label_logit - log_sum
@@ -113,7 +116,7 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One pass over the vocabulary for a chunk of rows.
+    """Scan the vocabulary once for a chunk of rows.
 
     Args:
         hidden: [R, D].
@@ -121,7 +124,7 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
         mean_head: [R, D] to overwrite with softmax(hidden @ head.T) @ head, or None.
 
     Returns:
-        log of the summed exponentials [R], and the id of the largest logit [R], lowest among equals.
+        The log of the summed exponentials [R], and the id of the largest logit [R], lowest among equals.
     """
     accumulate = torch.promote_types(hidden.dtype, torch.float32)
     narrow, num_rows = hidden.dtype != accumulate, len(hidden)
@@ -133,9 +136,8 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
         head = head_VD[begin : begin + TILE_VOCABULARY]
         logits = buffer[: num_rows * len(head)].view(num_rows, len(head))
         if narrow:
-            logits.copy_(
-                hidden @ head.T
-            )  # bfloat16 products round their result, as the target's own logits do
+            # bfloat16 products round their result, as the target's own logits do
+            logits.copy_(hidden @ head.T)
         else:
             torch.mm(hidden, head.T, out=logits)
         tile_largest, tile_best = logits.max(dim=-1)
@@ -159,10 +161,12 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
 
 
 def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
-    """Id of the largest logit of each row, int64 [P], lowest id among equals: the target's own next token.
+    """Return the id of each row's largest logit, int64 [P], lowest id among equals.
 
-    Tiles are [vocabulary, positions]: a CPU's matrix product is up to twice as fast that way round when
-    positions are few (56 rows of SmolLM2's head: 52 against 92 ms).
+    For the target's hidden states that is the target's own next token.
+
+    Tiles are [vocabulary, positions]: a CPU's matrix product is up to twice as fast in this orientation when
+    there are few positions (56 rows of SmolLM2's head: 52 ms instead of 92 ms).
     """
     tile = TILE_VOCABULARY if hidden_PD.device.type == "cpu" else 16 * TILE_VOCABULARY
     best_P = torch.zeros(len(hidden_PD), dtype=torch.int64, device=hidden_PD.device)
@@ -180,7 +184,7 @@ def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
 def linear_cross_entropy_reference(
     hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
 ) -> VocabularyLoss:
-    """`linear_cross_entropy` with full logits, for reading and for tests."""
+    """Compute `linear_cross_entropy` with full logits, for reading and for tests."""
     logits_PV = _logits(hidden_PD, head_VD.detach())
     log_prob_PV = logits_PV.log_softmax(dim=-1)
     log_prob_P = log_prob_PV.gather(1, labels_P[:, None])[:, 0]

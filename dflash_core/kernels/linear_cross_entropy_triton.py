@@ -1,23 +1,23 @@
 """Vocabulary loss on CUDA: chunks of positions, library matrix products, one fused softmax kernel in between.
 
-Same contract as `linear_cross_entropy.linear_cross_entropy`, whose reference is the oracle. Two facts make
-it lean:
+Same contract as `linear_cross_entropy.linear_cross_entropy`, whose reference is the oracle. Two facts
+keep it cheap:
 
 - The gradient of row p is `grad_loss[p] * u[p]` with `u[p] = (softmax(logits[p]) - q[p]) @ head`, and u
-  needs neither the caller's weights nor the other rows. So forward finds u while a chunk's logits are live,
-  backward is one elementwise product, and logits are never computed twice: two products a position instead
-  of three.
+  needs neither the caller's weights nor the other rows. So forward computes u while a chunk's logits are
+  live, backward is one elementwise product, and logits are never computed twice: two products per position
+  instead of three.
 - The products are plain ones, which the vendor's library runs near the peak of every chip; a fused Triton
-  product over a vocabulary of 150K does not reach that. Triton adds what lies between them, at memory
-  speed, without temporaries.
+  product over a vocabulary of 150K does not reach that. Triton adds the softmax and its gradient between
+  them, at memory speed and without temporaries.
 
 Logits of a chunk are float32 (bfloat16 ones would be off by up to 0.06 at a logit of 20). The kernel
-overwrites each row in place with its gradient in the input's dtype, so a chunk costs 4 bytes a logit. With
-`chunk_rows` positions at once, 1/32 of them, memory is 6.7% of the bfloat16 logits for the workspace and D
-/ V (2.7% at 4,096 / 151,936) for u. The head is read twice a chunk, at 256 rows in less time than the
-arithmetic takes.
+overwrites each row in place with its gradient in the input's dtype, so a chunk costs 4 bytes per logit.
+With `chunk_rows` positions at once, 1/32 of them, memory is 6.7% of the bfloat16 logits for the workspace
+and D / V (2.7% at 4,096 / 151,936) for u. The head is read twice per chunk, which at 256 rows takes less
+time than the arithmetic.
 
-Shape letters: P positions, C positions of a chunk, D model width, V vocabulary.
+Shape letters: P positions, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from dflash_core.kernels.linear_cross_entropy import VocabularyLoss
 
 TILE_V = 2048
 NUM_WARPS = 8
@@ -45,14 +43,14 @@ def _log(x):
 
 @triton.jit
 def _accumulate(top, total, x):
-    """Online sum of exp(x - top), lane by lane: no exchange between threads inside the loop."""
+    """Add x to an online sum of exp(x - top), lane by lane: no exchange between threads inside the loop."""
     new_top = tl.maximum(top, x)
     return new_top, total * _exp(top - new_top) + _exp(x - new_top)
 
 
 @triton.jit
 def _merge(top, total):
-    """The lanes' maximum and the log of their sum of exp(x - maximum)."""
+    """Return the lanes' maximum and the log of their sum of exp(x - maximum)."""
     row_top = tl.max(top, 0)
     return row_top, _log(tl.sum(total * _exp(top - row_top), 0))
 
@@ -63,13 +61,15 @@ def row_kernel(
     logits_stride, gradient_stride, num_words,
     SOFT: tl.constexpr, GRADIENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: loss, label log-probability, top-1 hit; then the gradient over the logits, in place.
+    """Write loss, label log-probability and top-1 hit, then the gradient over the logits, in place.
+
+    One program per row. Loads are 16 bytes wide where 16 divides `num_words`.
 
     SOFT: `target_ptr` holds the soft target's logits t, and the loss is
     KL = sum_v q (t - x) - lse(t) + lse(x) with q = softmax(t).
+
     GRADIENT: `gradient_ptr` is the memory of `logits_ptr` in the hidden dtype; an element of half the size
-    lands at half the offset, on logits that have been read.
-    Loads are 16 bytes wide where 16 divides `num_words`.
+    lands at half the offset, on logits that have been read already.
     """
     row = tl.cast(tl.program_id(0), tl.int64)
     logits_ptr += row * logits_stride
@@ -77,12 +77,14 @@ def row_kernel(
     gradient_ptr += row * gradient_stride
     label = tl.load(labels_ptr + row)
     lane = tl.arange(0, TILE)
-    top = tl.full([TILE], -1.0e30, tl.float32)  # finite, and above what stands for a missing word: it adds 0
+    # finite, and above the -2.0e30 that stands for a missing word, which therefore adds 0
+    top = tl.full([TILE], -1.0e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     best = tl.full([TILE], 2147483647, tl.int32)
     target_top = tl.full([TILE], -1.0e30, tl.float32)
     target_total = tl.zeros([TILE], tl.float32)
-    target_gap = tl.zeros([TILE], tl.float32)  # sum of exp(t - target_top) (t - x)
+    # sum of exp(t - target_top) (t - x)
+    target_gap = tl.zeros([TILE], tl.float32)
     for start in tl.range(0, num_words, TILE):
         word = start + lane
         x = tl.load(logits_ptr + word, mask=word < num_words, other=-2.0e30)
@@ -106,7 +108,8 @@ def row_kernel(
     else:
         tl.store(loss_ptr + row, -log_prob)
     if GRADIENT:
-        tl.debug_barrier()  # the label's logit is read before its place is taken
+        # the label's logit must be read before the gradient overwrites it
+        tl.debug_barrier()
         for start in tl.range(0, num_words, TILE):
             word = start + lane
             x = tl.load(logits_ptr + word, mask=word < num_words, other=-2.0e30)
@@ -116,13 +119,15 @@ def row_kernel(
                 gradient -= _exp(t - target_row_top - target_log_total)
             else:
                 gradient -= (word == label).to(tl.float32)
-            tl.debug_barrier()  # the first tile's gradient lands on logits of the same tile
+            # the first tile's gradient lands on logits of the same tile
+            tl.debug_barrier()
             tl.store(gradient_ptr + word, gradient.to(gradient_ptr.dtype.element_ty), mask=word < num_words)
 
 
 def chunk_rows(num_positions: int, *, soft: bool) -> int:
-    """Positions a chunk: 1/32 of all, in whole tiles of a product, 256 to 1,024; half for two sets of logits.
+    """Return the positions per chunk: 1/32 of all, a multiple of 256 up to 1,024.
 
+    256 is a whole tile of a product. A soft target, which needs a second set of logits, halves the number.
     7,680 positions (512 anchors of 16 slots) -> 256; 15,360 -> 512.
     """
     rows = min(1024, 256 * max(1, round(num_positions / 32 / 256)))
@@ -130,16 +135,17 @@ def chunk_rows(num_positions: int, *, soft: bool) -> int:
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out = a @ b with float32 sums and a float32 result, whatever the dtype of the inputs."""
+    """Compute out = a @ b with float32 sums and a float32 result, whatever the dtype of the inputs."""
     if a.dtype == torch.float32:
         return torch.mm(a, b, out=out)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    return torch.mm(a.float(), b.float(), out=out)  # the interpreter
+    # the interpreter
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 class _Workspace:
-    """Logits of a chunk; rows padded to 16 words, so that the compiler knows them aligned in either dtype."""
+    """Logits of a chunk, rows padded to 16 words: the compiler knows them aligned in either dtype."""
 
     def __init__(self, hidden: Tensor, head: Tensor, rows: int):
         self.num_words = len(head)
@@ -192,19 +198,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(
     hidden_PD: Tensor, head_VD: Tensor, labels_P: Tensor, *, soft_target_PD: Tensor | None = None
-) -> VocabularyLoss:
-    """`linear_cross_entropy.linear_cross_entropy` on CUDA, in float32, bfloat16 or float16."""
-    assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, (
-        hidden_PD.dtype,
-        head_VD.dtype,
-    )
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `linear_cross_entropy.linear_cross_entropy` on CUDA, in float32, bfloat16 or float16.
+
+    Returns:
+        loss_P, log_prob_P and correct_P, the fields of `VocabularyLoss`.
+    """
+    dtypes = hidden_PD.dtype, head_VD.dtype
+    assert hidden_PD.dtype == head_VD.dtype and hidden_PD.element_size() <= 4, dtypes
     if len(hidden_PD) == 0:
         empty = hidden_PD.sum(dim=-1).float()
-        return VocabularyLoss(empty, empty.detach(), empty.detach().bool())
+        return empty, empty.detach(), empty.detach().bool()
     soft_target = None if soft_target_PD is None else soft_target_PD.detach().to(hidden_PD.dtype).contiguous()
     want_gradient = torch.is_grad_enabled() and hidden_PD.requires_grad
-    return VocabularyLoss(
-        *_LinearCrossEntropy.apply(
-            hidden_PD.contiguous(), head_VD.detach(), labels_P.contiguous(), soft_target, want_gradient
-        )
-    )
+    hidden, labels = hidden_PD.contiguous(), labels_P.contiguous()
+    return _LinearCrossEntropy.apply(hidden, head_VD.detach(), labels, soft_target, want_gradient)

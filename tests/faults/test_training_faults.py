@@ -34,19 +34,14 @@ from tests.training_run import (
     write_run,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPLIT: dict[str, Any] = {
     "batching": {"tokens_per_step": 100},
     "training": {"topology": "split", "epochs": 3, "validate_every": 1000, "checkpoint_every_steps": 4},
 }  # about 80 steps of some 50 ms: time enough to be hit
 DRAFTER, TARGET = 0, 1
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Anchors: which positions may open a block and which are drawn. Expected values can be checked by eye."""
+"""Eligible positions and drawn anchors. Expected values can be checked by eye."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,14 @@ from dflash_core.anchors import anchor_key, draft_slots, draw_anchors, eligible_
     ("mask", "expected"),
     [
         ([0, 0, 1, 1, 1, 0, 0, 0], [2, 3]),
-        ([0, 1, 1, 0, 1, 1, 1, 0], [1, 4, 5]),  # two answers: no anchor on the last token of either
-        ([0, 0, 0, 0, 0, 1, 1, 1], [5, 6]),  # the block at 6 is partial: one supervised token follows
-        ([0, 0, 0, 1, 1, 0, 0, 0], [3]),  # exactly one
-        ([0, 1, 0, 1, 0, 1, 0, 1], []),  # none: no supervised token follows any
+        # two answers: no anchor on the last token of either
+        ([0, 1, 1, 0, 1, 1, 1, 0], [1, 4, 5]),
+        # the block at 6 is partial: one supervised token follows
+        ([0, 0, 0, 0, 0, 1, 1, 1], [5, 6]),
+        # exactly one
+        ([0, 0, 0, 1, 1, 0, 0, 0], [3]),
+        # none: no supervised token is followed by another
+        ([0, 1, 0, 1, 0, 1, 0, 1], []),
         ([0, 0, 0, 0, 0, 0, 0, 1], []),
         ([1, 1], [0]),
         ([1], []),
@@ -26,9 +30,10 @@ def test_eligible_positions(mask, expected):
     assert result.tolist() == expected
 
 
+# the known-answer vectors that Random123 ships for philox4x32-10
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
-    [  # the known-answer vectors that Random123 ships for philox4x32-10
+    [
         ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
         ([0xFFFFFFFF] * 4, (0xFFFFFFFF,) * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
         (
@@ -39,9 +44,8 @@ def test_eligible_positions(mask, expected):
     ],
 )
 def test_philox_known_answers(counter, key, expected):
-    columns = np.array(
-        [counter, [1, 2, 3, 4]], dtype=np.uint32
-    ).T  # a second counter must not disturb the first
+    # a second counter must not disturb the first
+    columns = np.array([counter, [1, 2, 3, 4]], dtype=np.uint32).T
     assert philox4x32(columns, key)[:, 0].tolist() == expected
 
 
@@ -58,10 +62,7 @@ def test_draws_are_pinned():
     """A change here changes the anchors of every run: older checkpoints would no longer resume exactly."""
     mask = np.ones(40, dtype=np.uint8)
     draw = draw_anchors(mask, num_anchors=6, seed=0, epoch=0, sample_id=bytes(16))
-    assert draw.tolist() == PINNED
-
-
-PINNED = [5, 8, 11, 18, 32, 34]
+    assert draw.tolist() == [5, 8, 11, 18, 32, 34]
 
 
 def test_draws_differ_by_seed_epoch_and_sample_only():
@@ -82,18 +83,14 @@ def test_all_eligible_when_the_budget_allows():
 
 
 def test_every_position_is_drawn_equally_often():
-    mask = np.ones(9, dtype=np.uint8)  # eligible 0..7
-    counts = np.zeros(8)
+    mask, counts = np.ones(9, dtype=np.uint8), np.zeros(8)
     for epoch in range(2000):
         counts[draw_anchors(mask, num_anchors=2, seed=1, epoch=epoch, sample_id=b"s")] += 1
     assert counts.sum() == 4000
-    assert np.abs(counts - 500).max() < 5 * np.sqrt(2000 * 0.25 * 0.75)  # five standard deviations
+    # five standard deviations
+    assert np.abs(counts - 500).max() < 5 * np.sqrt(2000 * 0.25 * 0.75)
 
 
 def test_draft_slots():
-    assert draft_slots(np.array([0, 1, 3, 900], np.int32), num_anchors=3, block_size=4).tolist() == [
-        0,
-        4,
-        12,
-        12,
-    ]
+    slots = draft_slots(np.array([0, 1, 3, 900], np.int32), num_anchors=3, block_size=4)
+    assert slots.tolist() == [0, 4, 12, 12]

@@ -18,6 +18,8 @@ from tests.injected_faults import probed
 from tests.ranks import run_ranks, start_on_two_machines
 from tests.training_run import losses, read_metrics, write_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 20
 COMMON = {
     "batching": {"tokens_per_step": 200},
@@ -35,13 +37,6 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"num_drafter_ranks": 2, "parallel": "fsdp2"},
     "two machines": {"num_drafter_ranks": 2, "num_nodes": 2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")

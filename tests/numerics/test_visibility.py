@@ -1,4 +1,4 @@
-"""Who sees whom: hand-drawn masks."""
+"""Context rows that each slot sees: hand-drawn masks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def drawn(text: str) -> list[list[bool]]:
 
 
 def test_two_samples_in_a_pack():
-    """Samples in rows 0..3 and 4..8, block size 2, anchors at rows 2 and 6: the example of the module."""
+    """Samples in rows 0..3 and 4..8, block size 2, anchors at rows 2 and 6, as in the module's docstring."""
     mask = context_mask(torch.tensor([0, 4]), torch.tensor([2, 6]), num_rows=9, block_size=2)
     assert mask.flatten(0, 1).tolist() == drawn("""
         2.0  xx.......
@@ -22,9 +22,8 @@ def test_two_samples_in_a_pack():
 
 def test_sliding_window():
     """(a + k) - r < 3. The second slot of a block sees one row less."""
-    mask = context_mask(
-        torch.tensor([0, 4]), torch.tensor([2, 6]), num_rows=9, block_size=2, sliding_window=3
-    )
+    starts, anchors = torch.tensor([0, 4]), torch.tensor([2, 6])
+    mask = context_mask(starts, anchors, num_rows=9, block_size=2, sliding_window=3)
     assert mask.flatten(0, 1).tolist() == drawn("""
         2.0  xx.......
         2.1  .x.......
@@ -33,7 +32,7 @@ def test_sliding_window():
 
 
 def test_overlapping_blocks_and_an_anchor_at_the_start():
-    """Anchors 1 apart see one row more each; an anchor on a sample's first token sees no context."""
+    """Of anchors 1 apart each sees one row more; an anchor on a sample's first token sees no context."""
     mask = context_mask(torch.tensor([0, 0, 3, 3]), torch.tensor([1, 2, 3, 4]), num_rows=5, block_size=1)
     assert mask[:, 0].tolist() == drawn("""
         x....

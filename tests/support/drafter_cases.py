@@ -1,4 +1,4 @@
-"""A small drafter and a small packed microbatch that the drafter's tests share."""
+"""A small drafter and a small packed microbatch for the tests of drafter, loss and step."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Case:
     heads: TargetHeads
 
     def double(self) -> Case:
+        """Return the same microbatch in float64."""
         heads = TargetHeads(self.heads.embed_VD.double(), self.heads.head_VD.double())
-        return replace(
-            self, features=self.features.double(), last_hidden=self.last_hidden.double(), heads=heads
-        )
+        features, last_hidden = self.features.double(), self.last_hidden.double()
+        return replace(self, features=features, last_hidden=last_hidden, heads=heads)
 
     def samples(self, first: int, last: int) -> Case:
-        """The microbatch of samples first..last-1 alone."""
+        """Return the microbatch of samples first..last-1 alone."""
         begin, end = int(self.cu_seqlens[first]), int(self.cu_seqlens[last])
-        of = (self.anchor_sample >= first) & (self.anchor_sample < last)
+        chosen = (self.anchor_sample >= first) & (self.anchor_sample < last)
         rows = {f: getattr(self, f)[begin:end] for f in ("features", "token_ids", "loss_mask", "last_hidden")}
         return replace(
             self,
             **rows,
             cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
-            anchors=self.anchors[of] - begin,
-            anchor_sample=self.anchor_sample[of] - first,
+            anchors=self.anchors[chosen] - begin,
+            anchor_sample=self.anchor_sample[chosen] - first,
         )
 
     def arguments(self) -> tuple:
@@ -91,14 +91,12 @@ def make_case(shape: DrafterShape = SHAPE, *, seed: int = 0, scale: float = 1.0)
         anchors=torch.tensor([s + a for s, own in zip(starts, ANCHORS) for a in own], dtype=torch.int32),
         anchor_sample=torch.tensor([i for i, own in enumerate(ANCHORS) for _ in own], dtype=torch.int32),
         last_hidden=normal(rows, shape.hidden_size),
-        heads=TargetHeads(
-            normal(shape.vocab_size, shape.hidden_size), normal(shape.vocab_size, shape.hidden_size)
-        ),
+        heads=TargetHeads(*(normal(shape.vocab_size, shape.hidden_size) for _ in range(2))),
     )
 
 
 def make_drafter(shape: DrafterShape = SHAPE, seed: int = 1) -> DFlashDrafter:
-    """A drafter whose norms differ from 1 too, so that each weight matters."""
+    """Make a drafter whose norm weights differ from 1 too, so that each weight matters."""
     drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -116,6 +114,7 @@ def run(
     backward: bool = True,
     **kwargs,
 ) -> LossSums:
+    """Compute the sums of a case and, with `backward`, the drafter's gradients."""
     if objective.labels == "target" or objective.loss == "kl":
         kwargs.setdefault("last_hidden", case.last_hidden)
     return microbatch_loss(
@@ -131,24 +130,22 @@ def run(
 
 
 def gradients(drafter: DFlashDrafter) -> dict[str, Tensor]:
-    """Copies of the gradients, which are then cleared."""
+    """Copy the gradients, then clear them."""
     grads = {name: p.grad.clone() for name, p in drafter.named_parameters()}
     drafter.zero_grad(set_to_none=True)
     return grads
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 1e-5) -> None:
-    """Each tensor within `relative` of the largest entry of the expected one."""
+    """Check that each tensor is within `relative` times the largest entry of the expected one."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        error = (actual[name].double() - value.double()).abs().max()
-        assert error <= relative * value.double().abs().max() + 1e-12, (
-            f"{name}: {error} of {value.abs().max()}"
-        )
+        error, largest = (actual[name].double() - value.double()).abs().max(), value.double().abs().max()
+        assert error <= relative * largest + 1e-12, f"{name}: {error} of {largest}"
 
 
 def assert_sums_close(actual: LossSums, expected: LossSums, relative: float = 1e-5) -> None:
+    """Check each field of the sums."""
     for f in fields(LossSums):
-        torch.testing.assert_close(
-            getattr(actual, f.name).double(), getattr(expected, f.name).double(), rtol=relative, atol=1e-9
-        )
+        a, e = (getattr(sums, f.name).double() for sums in (actual, expected))
+        torch.testing.assert_close(a, e, rtol=relative, atol=1e-9)

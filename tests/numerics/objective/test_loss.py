@@ -1,6 +1,7 @@
 """Supervision, weights, labels and metrics: 8-token samples that can be checked by eye."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,23 +12,20 @@ from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import LossSums
 from dflash_core.objective.weights import decay_gamma, decay_weights, dpace_weights
 from dflash_core.target.labels import target_labels
-from tests.numerics.drafter_cases import assert_sums_close, make_case, make_drafter, run
+from tests.support.drafter_cases import assert_sums_close, make_case, make_drafter, run
 
 
 def slots(mask, anchors, ends, block_size=4):
-    result = supervised_slots(
-        torch.tensor(mask, dtype=torch.uint8),
-        torch.tensor(anchors),
-        torch.tensor(ends),
-        block_size=block_size,
-    )
+    mask, anchors, ends = torch.tensor(mask, dtype=torch.uint8), torch.tensor(anchors), torch.tensor(ends)
+    result = supervised_slots(mask, anchors, ends, block_size=block_size)
     return ["".join("x" if s else "." for s in row) for row in result.tolist()]
 
 
 def test_supervision_inside_a_block():
     #        0  1  2  3  4  5  6  7
     mask = [0, 0, 1, 1, 1, 1, 1, 1]
-    assert slots(mask, [2, 5, 6], [8, 8, 8]) == [".xxx", ".xx.", ".x.."]  # partial blocks at the end
+    # partial blocks at the end
+    assert slots(mask, [2, 5, 6], [8, 8, 8]) == [".xxx", ".xx.", ".x.."]
 
 
 def test_supervision_stops_at_a_gap_and_does_not_start_again():
@@ -52,10 +50,12 @@ def test_supervision_stops_after_the_first_disagreement():
 def test_stop_at_disagreement_of_a_microbatch():
     case, drafter = make_case(), make_drafter()
     labels = case.token_ids.clone()
-    labels[3] += 1  # only the block at row 2 has slots after row 3: rows 4 and 5
+    # only the block at row 2 has slots after row 3: rows 4 and 5
+    labels[3] += 1
     objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
     sums = run(drafter, case, objective, labels_T=labels, last_hidden=None)
-    assert sums.count_K.tolist() == [0, 12, 6, 5]  # against 12 7 6
+    # [0, 12, 7, 6] without the stop
+    assert sums.count_K.tolist() == [0, 12, 6, 5]
     with pytest.raises(UserError, match="objective.stop_at_disagreement"):
         ObjectiveConfig(stop_at_disagreement=True)
 
@@ -85,7 +85,7 @@ def test_dpace_weights_by_hand():
     assert dpace_weights(log_prob, supervised, 0.5).tolist() == [[0, *three], [0, 3 / 4, 0, 0]]
 
 
-def test_dpace_weights_are_detached_and_reach_equal_decay_when_all_is_certain():
+def test_dpace_weights_are_detached_and_count_the_slots_when_all_is_certain():
     """p = 1: the weight of slot j is the number of slots from j on."""
     log_prob = torch.zeros(1, 5, requires_grad=True)
     weights = dpace_weights(log_prob, torch.tensor([[False, True, True, True, True]]), 0.5)
@@ -94,7 +94,7 @@ def test_dpace_weights_are_detached_and_reach_equal_decay_when_all_is_certain():
 
 
 def test_labels_of_the_target_come_from_the_row_before():
-    """The hidden state of row p makes the target say p + 10: row p is labelled 10 + (p - 1)."""
+    """The hidden state of row p predicts p + 10: row p is labelled 10 + (p - 1)."""
     last_hidden, head = torch.eye(8), torch.zeros(20, 8)
     head[torch.arange(8) + 10, torch.arange(8)] = 1.0
     mask = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1])  # samples 0..3 and 4..7; row 4 opens the second
@@ -106,11 +106,11 @@ def test_labels_of_the_target_are_used_and_may_be_given():
     case, drafter = make_case(), make_drafter()
     objective = ObjectiveConfig(labels="target")
     labels = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
-    found = run(drafter, case, objective, backward=False)
+    computed = run(drafter, case, objective, backward=False)
     given = run(drafter, case, objective, backward=False, labels_T=labels, last_hidden=None)
-    assert_sums_close(given, found)
+    assert_sums_close(given, computed)
     data = run(drafter, case, ObjectiveConfig(), backward=False)
-    assert abs(found.loss() - data.loss()) > 1e-3
+    assert abs(computed.loss() - data.loss()) > 1e-3
     same = run(drafter, case, objective, backward=False, labels_T=case.token_ids, last_hidden=None)
     assert_sums_close(same, data)
 
@@ -118,14 +118,8 @@ def test_labels_of_the_target_are_used_and_may_be_given():
 def test_acceptance_length_by_hand():
     """Three blocks with 2, 0 and 1 leading correct slots: 1 + 3 / 3 = 2; variance 5/3 - 1 = 2/3."""
     zeros = LossSums.zeros(4)
-    sums = LossSums(
-        **{
-            **zeros.__dict__,
-            "accepted_sum": torch.tensor(3),
-            "accepted_square_sum": torch.tensor(5),
-            "num_blocks": torch.tensor(3),
-        }
-    )
+    counts = {"accepted_sum": 3, "accepted_square_sum": 5, "num_blocks": 3}
+    sums = replace(zeros, **{name: torch.tensor(count) for name, count in counts.items()})
     length, low, high = sums.acceptance_length()
     assert length == 2
     assert high - length == pytest.approx(1.96 * math.sqrt(2 / 9))

@@ -1,4 +1,4 @@
-"""The drafter: against the dense reference, against itself split in other ways, and with perturbed inputs."""
+"""The drafter compared with the dense reference, with itself split in other ways, and with changed inputs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.dense_drafter import dense_hidden, dense_loss
 from dflash_core.config import DrafterConfig, ObjectiveConfig
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import block_embeddings, project_microbatch
 from dflash_core.target.labels import target_labels
-from tests.numerics.dense_drafter import dense_hidden, dense_loss
-from tests.numerics.drafter_cases import (
+from tests.support.drafter_cases import (
     SHAPE,
     assert_close,
     assert_sums_close,
@@ -39,11 +39,9 @@ SHAPES = {
 
 
 def hidden_states(drafter, case, **kwargs):
-    bounds = case.cu_seqlens
+    bounds, anchor_tokens = case.cu_seqlens, case.token_ids[case.anchors.long()]
     return drafter.forward_blocks(
-        block_embeddings(
-            case.heads, case.token_ids[case.anchors.long()], drafter.shape.mask_token_id, drafter
-        ),
+        block_embeddings(case.heads, anchor_tokens, drafter.shape.mask_token_id, drafter),
         project_microbatch(drafter, case.features, bounds),
         context_start_A=bounds[case.anchor_sample.long()],
         anchor_A=case.anchors,
@@ -56,10 +54,11 @@ def hidden_states(drafter, case, **kwargs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_dense_reference(shape, objective, dtype):
     case, drafter = make_case(shape), make_drafter(shape)
-    if objective.stop_at_disagreement:  # the target agrees with every third token, and in a row of four
-        own = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
-        agrees = (torch.arange(len(own)) % 3 == 0) | ((torch.arange(len(own)) - 31).abs() < 3)
-        case.token_ids = torch.where(agrees & (own >= 0), own, case.token_ids)
+    if objective.stop_at_disagreement:
+        # the target agrees with every third token, and with five tokens in a row
+        labels = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
+        agrees = (torch.arange(len(labels)) % 3 == 0) | ((torch.arange(len(labels)) - 31).abs() < 3)
+        case.token_ids = torch.where(agrees & (labels >= 0), labels, case.token_ids)
     if dtype == torch.float64:
         case = case.double()
     sums = run(drafter, case, objective, max_draft_slots=5 * shape.block_size)
@@ -71,9 +70,8 @@ def test_equals_dense_reference(shape, objective, dtype):
         hidden, exact.heads.head_VD, token_ids, loss_mask, *where, objective, exact.last_hidden
     )
     loss_sum.backward()
-    relative = (
-        1e-5 if dtype == torch.float32 else 1e-6
-    )  # weights are float32 masters, gradients round to them
+    # 1e-6 for float64 too, because weights are float32 masters and gradients are rounded to float32
+    relative = 1e-5 if dtype == torch.float32 else 1e-6
     torch.testing.assert_close(sums.loss_sum, loss_sum.detach(), rtol=relative, atol=0)
     torch.testing.assert_close(sums.weight_sum, weight_sum.detach(), rtol=relative, atol=0)
     assert sums.correct_K.tolist() == correct.sum(0).tolist()
@@ -99,7 +97,7 @@ def test_same_step_however_it_is_split(objective):
 
 @pytest.mark.parametrize("slots", [[], [0], [47], [1, 2, 5, 30, 31]], ids=str)
 def test_kept_slots_are_those_of_all(slots):
-    """The last layer runs for the kept slots alone; what they hear from the others is the same."""
+    """The last layer runs for the kept slots alone; they still attend to all the others."""
     case, drafter = make_case().double(), make_drafter().double()
     every = hidden_states(drafter, case)
     kept = hidden_states(drafter, case, keep_P=torch.tensor(slots, dtype=torch.int64))
@@ -117,7 +115,7 @@ def test_runs_are_bit_equal():
 
 
 def test_only_the_rows_before_supervised_slots_are_read_of_the_last_hidden_state():
-    """Forward KL needs lm_head's input there alone: all other rows may hold anything."""
+    """Forward KL needs lm_head's input only there: all other rows may hold anything."""
     case, drafter = make_case(), make_drafter()
     objective = ObjectiveConfig(loss="kl")
     expected, expected_grads = run(drafter, case, objective), gradients(drafter)
@@ -137,8 +135,10 @@ def test_no_anchor_gives_zero_sums_and_zero_gradients():
     case = make_case().samples(3, 4)
     assert len(case.anchors) == 0
     sums = run(drafter, case, OBJECTIVES["decay"])
-    assert float(sums.weight_sum) == 0 and sums.loss() == 0
-    assert all(not g.any() for g in gradients(drafter).values())  # each exists: ranks reduce the same set
+    assert float(sums.weight_sum) == 0
+    assert sums.loss() == 0
+    # every parameter has a gradient: ranks reduce the same set
+    assert all(not g.any() for g in gradients(drafter).values())
 
 
 def test_evaluation_keeps_no_graph_and_gives_the_same_sums():
@@ -159,15 +159,12 @@ def test_features_from_the_anchor_on_change_nothing(shape):
             changed.features[row] += 1.0
             after = hidden_states(drafter, changed)
             for a, anchor in enumerate(case.anchors.tolist()):
-                start = int(case.cu_seqlens[int(case.anchor_sample[a])])
+                first = int(case.cu_seqlens[int(case.anchor_sample[a])])
+                if shape.sliding_window is not None:
+                    # for every slot: with two layers it also depends, through its block, on slot 0's context
+                    first = max(first, anchor + 1 - shape.sliding_window)
+                seen = first <= row < anchor
                 for k in range(shape.block_size):
-                    # with two layers a slot also hears, through its block, what the earlier slots see
-                    first = (
-                        start
-                        if shape.sliding_window is None
-                        else max(start, anchor + 1 - shape.sliding_window)
-                    )
-                    seen = first <= row < anchor
                     assert torch.equal(after[a, k], before[a, k]) != seen, (row, anchor, k)
 
 
@@ -196,36 +193,33 @@ def test_every_slot_reaches_every_other_slot_of_its_block():
             changed = embeds.clone()
             changed[1, k] += 1
             after = drafter.forward_blocks(changed, context, **where)
-            assert not (after[1] == before[1]).all(-1).any()  # bidirectional: earlier slots change too
+            # bidirectional: earlier slots change too
+            assert not (after[1] == before[1]).all(-1).any()
             assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
 def test_slots_past_the_end_do_not_read_the_next_sample():
-    """The block at row 6 of 8 stands at positions 6..9 whatever follows, even a sample without prompt."""
+    """The block at row 6 of 8 has positions 6..9 whatever follows, even a sample without prompt."""
     case, drafter = make_case(), make_drafter()
-    alone = case.samples(0, 1)
     with torch.no_grad():
-        torch.testing.assert_close(
-            hidden_states(drafter, alone), hidden_states(drafter, case)[:3], rtol=1e-5, atol=1e-6
-        )
+        alone = hidden_states(drafter, case.samples(0, 1))
+        torch.testing.assert_close(alone, hidden_states(drafter, case)[:3], rtol=1e-5, atol=1e-6)
 
 
-def test_peak_of_a_chunk_follows_max_draft_slots(monkeypatch):
-    """What goes through the drafter at once is one chunk, of at most max_draft_slots slots."""
+def test_chunks_hold_at_most_max_draft_slots(monkeypatch):
     case, drafter = make_case(), make_drafter()
-    seen = []
+    chunk_slots = []
     forward = DFlashDrafter.forward_blocks
-    monkeypatch.setattr(
-        DFlashDrafter,
-        "forward_blocks",
-        lambda self, embeds, *a, **k: (
-            seen.append(embeds.shape[0] * embeds.shape[1]) or forward(self, embeds, *a, **k)
-        ),
-    )
+
+    def record(self, embeds, *args, **kwargs):
+        chunk_slots.append(embeds.shape[0] * embeds.shape[1])
+        return forward(self, embeds, *args, **kwargs)
+
+    monkeypatch.setattr(DFlashDrafter, "forward_blocks", record)
     for max_draft_slots, expected in ((8, [8] * 6), (20, [20, 20, 8]), (100, [48])):
-        seen.clear()
+        chunk_slots.clear()
         run(drafter, case, OBJECTIVES["decay"], max_draft_slots=max_draft_slots)
-        assert seen == expected
+        assert chunk_slots == expected
 
 
 def test_tensor_names_and_shapes_are_those_that_servers_load():
@@ -277,12 +271,8 @@ def target_config(**changes):
 def test_shape_follows_the_target_and_the_config():
     shape = drafter_shape(target_config(), DrafterConfig(mask_token_id=3, num_layers=2, block_size=8), (1, 3))
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (4, 2, 8, 48)
-    assert (shape.rope_theta, shape.rms_norm_eps, shape.vocab_size, shape.num_target_layers) == (
-        1e5,
-        1e-5,
-        61,
-        6,
-    )
+    assert (shape.rope_theta, shape.rms_norm_eps) == (1e5, 1e-5)
+    assert (shape.vocab_size, shape.num_target_layers) == (61, 6)
     own = DrafterConfig(mask_token_id=3, num_heads=8, num_kv_heads=1, head_dim=16, intermediate_size=10)
     shape = drafter_shape(target_config(), own, (1,))
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (8, 1, 16, 10)
@@ -292,30 +282,21 @@ def test_shape_follows_the_target_and_the_config():
     assert drafter_shape(old, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 500_000.0
 
 
+YARN = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}
+LINEAR = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}
+PARTIAL = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}}
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "ids", "message"),
     [
-        (
-            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}},
-            {},
-            (1,),
-            "'yarn' is scaled",
-        ),
-        (
-            {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}},
-            {},
-            (1,),
-            "'linear'",
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}},
-            {},
-            (1,),
-            "partial_rotary_factor is 0.25",
-        ),
+        (YARN, {}, (1,), "'yarn' is scaled"),
+        (LINEAR, {}, (1,), "'linear'"),
+        (PARTIAL, {}, (1,), "partial_rotary_factor is 0.25"),
         ({"partial_rotary_factor": 0.5}, {}, (1,), "partial_rotary_factor is 0.5"),
         ({"rotary_pct": 0.25}, {}, (1,), "partial_rotary_factor is 0.25"),
-        ({"rotary_dim": 4}, {}, (1,), "partial_rotary_factor is 0.5"),  # of a head of 8
+        # 4 of a head's 8 channels
+        ({"rotary_dim": 4}, {}, (1,), "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, (1,), "differs between layers"),
         ({"rope_parameters": {}}, {}, (1,), "no rope_theta"),
         ({}, {"mask_token_id": None}, (1,), "drafter.mask_token_id: not set"),
@@ -326,6 +307,6 @@ def test_shape_follows_the_target_and_the_config():
         ({}, {}, (), "drafter.target_layer_ids"),
     ],
 )
-def test_what_serving_would_do_differently_is_refused(changes, config, ids, message):
+def test_configurations_that_servers_read_differently_are_rejected(changes, config, ids, message):
     with pytest.raises(UserError, match=message):
         drafter_shape(target_config(**changes), DrafterConfig(**{"mask_token_id": 3, **config}), ids)

@@ -1,7 +1,8 @@
-"""The whole drafter and its loss again, the straightforward way: one dense mask, all logits, plain autograd.
+"""Straightforward drafter and loss: a dense mask, all logits, plain autograd. Baseline of `drafter_step`.
 
-Written from the paper's description without the product's modules, so that a shared misreading is the only
-mistake that both could make. Slow and large on purpose; also the baseline of `benchmarks/drafter_step.py`.
+It is also the oracle of the drafter's tests. It imports nothing of the product and was written from the
+paper (arXiv 2602.06036), so both can share a misreading of the paper and no other mistake. Slow and
+large on purpose.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def dense_mask(cu_seqlens, anchors, anchor_sample, block_size, sliding_window=None) -> Tensor:
-    """bool [A * K, T + A * K]: keys are the packed context and then every slot of every block."""
+    """Return bool [A * K, T + A * K]: keys are the packed context, then every slot of every block."""
     num_rows, num_blocks = int(cu_seqlens[-1]), len(anchors)
     row = torch.arange(num_rows)
     sample_of_row = torch.bucketize(row, cu_seqlens.long(), right=True) - 1
@@ -27,10 +28,10 @@ def dense_mask(cu_seqlens, anchors, anchor_sample, block_size, sliding_window=No
 
 
 def dense_hidden(weights, shape, embed, features, token_ids, cu_seqlens, anchors, anchor_sample) -> Tensor:
-    """Final hidden states [A, K, D]; `weights` is a state dict of tensors that may require gradients."""
-    block_size, num_rows = shape.block_size, len(features)
+    """Return final hidden states [A, K, D]; `weights` is a state dict whose tensors may require gradients."""
+    block_size, num_rows, eps = shape.block_size, len(features), shape.rms_norm_eps
     starts = cu_seqlens.long()[:-1]
-    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], shape.rms_norm_eps)
+    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     ids = torch.full((len(anchors), block_size), shape.mask_token_id)
     ids[:, 0] = token_ids[anchors.long()]
     x = embed[ids.flatten()]
@@ -41,30 +42,33 @@ def dense_hidden(weights, shape, embed, features, token_ids, cu_seqlens, anchors
     mask = dense_mask(cu_seqlens, anchors, anchor_sample, block_size, shape.sliding_window)
     for i in range(shape.num_layers):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
-        h = rms_norm(x, w["input_layernorm.weight"], shape.rms_norm_eps)
-        source = torch.cat([context, h])  # the context passes no input norm
+        h = rms_norm(x, w["input_layernorm.weight"], eps)
+        # the context passes no input norm
+        source = torch.cat([context, h])
         position = torch.cat([row_position, slot_position])
         q = split_heads(h @ w["self_attn.q_proj.weight"].T, shape.head_dim)
         k = split_heads(source @ w["self_attn.k_proj.weight"].T, shape.head_dim)
         v = split_heads(source @ w["self_attn.v_proj.weight"].T, shape.head_dim)
-        q = rope(
-            rms_norm(q, w["self_attn.q_norm.weight"], shape.rms_norm_eps), slot_position, shape.rope_theta
-        )
-        k = rope(rms_norm(k, w["self_attn.k_norm.weight"], shape.rms_norm_eps), position, shape.rope_theta)
+        q = rope(rms_norm(q, w["self_attn.q_norm.weight"], eps), slot_position, shape.rope_theta)
+        k = rope(rms_norm(k, w["self_attn.k_norm.weight"], eps), position, shape.rope_theta)
         group = shape.num_heads // shape.num_kv_heads
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
         x = x + out.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
-        h = rms_norm(x, w["post_attention_layernorm.weight"], shape.rms_norm_eps)
+        h = rms_norm(x, w["post_attention_layernorm.weight"], eps)
         gate, up = h @ w["mlp.gate_proj.weight"].T, h @ w["mlp.up_proj.weight"].T
         x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-    return rms_norm(x, weights["norm.weight"], shape.rms_norm_eps).unflatten(0, (-1, block_size))
+    return rms_norm(x, weights["norm.weight"], eps).unflatten(0, (-1, block_size))
 
 
 def dense_loss(
     hidden, head, token_ids, loss_mask, cu_seqlens, anchors, anchor_sample, objective, last_hidden=None
 ):
-    """loss_sum with its graph, weight_sum, correct [A, K], supervised [A, K]."""
+    """Return loss_sum with its graph, weight_sum, correct [A, K] and supervised [A, K].
+
+    `objective` has the fields of `config.ObjectiveConfig`; `last_hidden` is needed for the target's
+    labels and KL.
+    """
     num_blocks, block_size, _ = hidden.shape
     logits = hidden @ head.T
     log_prob = logits.log_softmax(-1)
@@ -76,9 +80,8 @@ def dense_loss(
             if row >= int(cu_seqlens[int(anchor_sample[a]) + 1]) or not loss_mask[row]:
                 break
             supervised[a, k] = True
-            label[a, k] = (
-                token_ids[row] if objective.labels == "data" else (last_hidden[row - 1] @ head.T).argmax()
-            )
+            from_data = objective.labels == "data"
+            label[a, k] = token_ids[row] if from_data else (last_hidden[row - 1] @ head.T).argmax()
             if objective.stop_at_disagreement and label[a, k] != token_ids[row]:
                 break
     label_log_prob = log_prob.gather(-1, label[..., None])[..., 0]
@@ -105,12 +108,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[rows, heads * H] -> [heads, rows, H]."""
+    """Turn [rows, heads * H] into [heads, rows, H]."""
     return x.unflatten(-1, (-1, head_dim)).transpose(0, 1)
 
 
 def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
-    """Llama's rotation, as in transformers: x cos + rotate_half(x) sin, both tables repeated twice."""
+    """Rotate as Llama in transformers does: x cos + rotate_half(x) sin, both tables repeated twice."""
     half = x.shape[-1] // 2
     inverse_frequency = 1.0 / theta ** (torch.arange(half, dtype=torch.float64) / half)
     angle = (position.double()[:, None] * inverse_frequency).repeat(1, 2)

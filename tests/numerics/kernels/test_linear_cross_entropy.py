@@ -1,4 +1,4 @@
-"""Vocabulary loss on CPU: tiles against full logits, values and gradients, in float64."""
+"""Vocabulary loss on CPU: tiles compared with full logits, values and gradients, in float64."""
 
 import math
 
@@ -20,9 +20,8 @@ def inputs(positions=37, vocabulary=101, width=12, dtype=torch.float64, scale=1.
         return (torch.randn(*size, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
     labels = torch.randint(vocabulary, (positions,), generator=generator)
-    return (normal(positions, width).requires_grad_(), normal(vocabulary, width), labels), normal(
-        positions, width
-    )
+    args = normal(positions, width).requires_grad_(), normal(vocabulary, width), labels
+    return args, normal(positions, width)
 
 
 def value_and_gradient(function, args, soft_target):
@@ -78,11 +77,12 @@ def test_zero_weight_is_an_exact_zero():
     weight_P = torch.ones(37)
     weight_P[[0, 5]] = 0
     (grad,) = torch.autograd.grad((weight_P * loss_P).sum(), args[0])
-    assert not grad[[0, 5]].any() and grad[1].any()
+    assert not grad[[0, 5]].any()
+    assert grad[1].any()
 
 
 def test_the_lowest_id_wins_a_tie(tiles):
-    """Logits 0 2 1 2 2: the argmax is id 1, in whichever tile the others lie."""
+    """Logits 0 2 1 2 2: the argmax is id 1, whichever tiles hold the others."""
     hidden, head = torch.ones(1, 1), torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0]])
     assert linear_argmax(hidden, head).tolist() == [1]
     for label, correct in ((1, True), (3, False), (4, False)):
@@ -91,7 +91,7 @@ def test_the_lowest_id_wins_a_tie(tiles):
 
 
 def test_large_logits_stay_finite(tiles):
-    """Logits to 1e4: the label far below the largest costs their difference, not infinity."""
+    """Logits up to 1e4: a label far below the largest logit costs their difference, not infinity."""
     hidden = torch.tensor([[100.0]], requires_grad=True)
     head = torch.tensor([[100.0], [-100.0], [99.0]])
     loss_P = linear_cross_entropy(hidden, head, torch.tensor([1])).loss_P
@@ -104,11 +104,9 @@ def test_float32_within_1e_5(tiles):
     args, soft_target = inputs(200, 3000, 64, scale=0.5)
     narrow = [x.detach().float() if x.is_floating_point() else x for x in args]
     narrow[0].requires_grad_()
-    for soft in (None, soft_target):
+    for soft, narrow_soft in ((None, None), (soft_target, soft_target.float())):
         expected, expected_grad = value_and_gradient(linear_cross_entropy_reference, args, soft)
-        actual, grad = value_and_gradient(
-            linear_cross_entropy, narrow, None if soft is None else soft.float()
-        )
+        actual, grad = value_and_gradient(linear_cross_entropy, narrow, narrow_soft)
         torch.testing.assert_close(actual.loss_P.double(), expected.loss_P, rtol=1e-5, atol=1e-5)
         assert (grad - expected_grad).abs().max() <= 1e-5 * expected_grad.abs().max()
 
@@ -118,17 +116,20 @@ def test_bfloat16_inputs(tiles):
     actual, grad = value_and_gradient(linear_cross_entropy, args, None)
     wide = (args[0].detach().double().requires_grad_(), args[1].double(), args[2])
     expected, expected_grad = value_and_gradient(linear_cross_entropy_reference, wide, None)
-    assert actual.loss_P.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    assert actual.loss_P.dtype == torch.float32
+    assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(actual.loss_P.double(), expected.loss_P, rtol=0.02, atol=0.02)
     assert (grad.double() - expected_grad).abs().max() <= 0.02 * expected_grad.abs().max()
 
 
 def test_bfloat16_probabilities_stay_below_one():
-    """Logit 16 + 1/32, which the product rounds to 16: the label's own logit is not compared unrounded."""
+    """Logit 16 + 1/32, which the product rounds to 16: the label's own logit is rounded too."""
     hidden = torch.ones(1, 2, dtype=torch.bfloat16)
     head = torch.tensor([[16.0, 1 / 32], [0.0, 0.0]], dtype=torch.bfloat16)
     loss, log_prob, correct = linear_cross_entropy(hidden, head, torch.tensor([0]))
-    assert -1e-6 < log_prob.item() <= 0 and loss.item() == -log_prob.item() and correct.item()
+    assert -1e-6 < log_prob.item() <= 0
+    assert loss.item() == -log_prob.item()
+    assert correct.item()
 
 
 def test_head_is_frozen_and_evaluation_needs_no_gradient():
