@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.config import DataConfig
-from dflash_core.data.store import SAMPLES_SCHEMA
+from dflash_core.data.shard_writer import SAMPLES_SCHEMA
 from tasks import length_profile
 
 # the row group of ShardWriter

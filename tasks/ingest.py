@@ -4,16 +4,14 @@ data set.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RunConfig, decisive
+from dflash_core.data import stdlib_corpus
 from tasks.storage.input_files import find_files
 from tasks.storage.stages import RETRY_IO, FileDigests, stage
-
-LIBRARY = "stdlib"  # the source that stands for no file at all
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,7 @@ class Source:
 def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
     """What is to be ingested, with the digest of each; the standard library when no file is named."""
     if not data.files:
-        from dflash_core.data.stdlib_corpus import corpus_digest
-
-        return [Source(LIBRARY, corpus_digest())]
+        return [Source(stdlib_corpus.SOURCE, stdlib_corpus.corpus_digest())]
     return [Source(str(path), digests.of(path)) for path in find_files(data.files)]
 
 
@@ -45,13 +41,6 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     if config.data.chat_template is not None:
         rules["chat_template"] = digests.of(Path(config.data.chat_template))
     return {**rules, "mask_token_id": config.drafter.mask_token_id}
-
-
-@functools.lru_cache(maxsize=2)
-def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
 @stage(
@@ -75,13 +64,14 @@ def ingest(
 ) -> dict[str, Any]:
     """Writes the shard into `out/shard`."""
     from dflash_core.config import from_dict
+    from dflash_core.data.chat import load_tokenizer
     from dflash_core.data.ingest import ingest_file
 
     del source_digest, source_name, tokenizer_fingerprint  # the key; a file's name is the name of its source
     manifest = ingest_file(
         path,
         from_dict(DataConfig, data),
-        load_tokenizer(target_directory, trust_remote_code),
+        load_tokenizer(target_directory, trust_remote_code=trust_remote_code),
         out / "shard",
         mask_token_id=rules["mask_token_id"],
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, decisive, from_dict, to_dict
-from tasks.ingest import Source, load_tokenizer
+from tasks.ingest import Source
 from tasks.storage.stages import RETRY_IO, FileDigests, stage
 
 _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the next, see `release_target`
@@ -37,13 +37,13 @@ def regenerate(
 ) -> dict[str, Any]:
     """Writes the file's conversations with the target's answers into `out`, as JSONL of the same name."""
     from dflash_core.data.answers import AnswerCache
-    from dflash_core.data.chat import ChatEncoder
+    from dflash_core.data.chat import ChatEncoder, load_tokenizer
     from dflash_core.data.regenerate import Progress, regenerate_file
 
     del source_digest, rules, sampling  # the key
     data: DataConfig = from_dict(DataConfig, where["data"])
     settings: RegenerateConfig = from_dict(RegenerateConfig, where["regenerate"])
-    tokenizer = load_tokenizer(where["target_directory"], where["trust_remote_code"])
+    tokenizer = load_tokenizer(where["target_directory"], trust_remote_code=where["trust_remote_code"])
     name = f"{source_name.split('.')[0] or source_name}.jsonl"
     cache = AnswerCache(Path(where["cache"]))
     try:
@@ -136,7 +136,7 @@ def summary(pointer: dict[str, Any]) -> str:
     """What became of the rows of a file, in a line."""
     return (
         f"{pointer['num_answers']} answers in {pointer['num_rows']} rows, {pointer['num_cut']} cut at the limit, "
-        f"{pointer['num_kept_turns']} turns kept, {pointer['num_refused']} rows refused"
+        f"{pointer['num_kept_turns']} turns kept, {pointer['num_refused']} rows rejected"
     )
 
 

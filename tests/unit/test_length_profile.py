@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.data.store import SAMPLES_SCHEMA
+from dflash_core.data.shard_writer import SAMPLES_SCHEMA
 from tasks import length_profile
 
 BOUND = 1000
