@@ -11,7 +11,8 @@ from typing import Any
 
 from dflash_core.config import DataConfig, RunConfig, decisive
 from tasks.storage.input_files import find_files
-from tasks.storage.stages import RETRY_IO, FileDigests, stage
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.stages import RETRY_IO, stage
 
 LIBRARY = "stdlib"  # the source that stands for no file at all
 
@@ -58,15 +59,13 @@ def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
     "ingest",
     version=3,
     sources=("dflash_core.data.ingest", "dflash_core.anchors"),
+    key_only=("source_digest", "source_name", "tokenizer_fingerprint"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
 )
 def ingest(
     out: Path,
     *,
-    source_digest: str,
-    source_name: str,
-    tokenizer_fingerprint: str,
     rules: dict[str, Any],
     path: str,
     data: dict[str, Any],
@@ -77,7 +76,6 @@ def ingest(
     from dflash_core.config import from_dict
     from dflash_core.data.ingest import ingest_file
 
-    del source_digest, source_name, tokenizer_fingerprint  # the key; a file's name is the name of its source
     manifest = ingest_file(
         path,
         from_dict(DataConfig, data),

@@ -84,14 +84,11 @@ def _texts(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-@stage("profile", version=1, locations=("shards",))
-def profile_lengths(
-    out: Path, *, length_digest: str, sql_digest: str, validation_bound: int, shards: list[str]
-) -> dict[str, Any]:
+@stage("profile", version=1, key_only=("length_digest", "sql_digest"), locations=("shards",))
+def profile_lengths(out: Path, *, validation_bound: int, shards: list[str]) -> dict[str, Any]:
     """Writes profile.json: the statistics, the histogram of training samples, sources, what truncation would
     lose.
     """
-    del length_digest, sql_digest  # the key
     samples = [str(Path(shard) / "samples.parquet") for shard in shards]
     with connect() as connection:
         count_lengths(connection, samples, validation_bound)

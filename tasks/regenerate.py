@@ -12,7 +12,8 @@ from typing import Any
 
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, decisive, from_dict, to_dict
 from tasks.ingest import Source, load_tokenizer
-from tasks.storage.stages import RETRY_IO, FileDigests, stage
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.stages import RETRY_IO, stage
 
 _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the next, see `release_target`
 
@@ -21,6 +22,7 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
     "regenerate",
     version=3,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.decoding.generate"),
+    key_only=("source_digest", "rules", "sampling"),
     locations=("where",),
     timeout_seconds=None,  # a large file takes days; requests have limits, and answers are kept
     **RETRY_IO,
@@ -28,11 +30,8 @@ _loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the 
 def regenerate(
     out: Path,
     *,
-    source_digest: str,
     source_name: str,
     model: dict[str, str],
-    rules: dict[str, Any],
-    sampling: dict[str, Any],
     where: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes the file's conversations with the target's answers into `out`, as JSONL of the same name."""
@@ -40,7 +39,6 @@ def regenerate(
     from dflash_core.data.chat import ChatEncoder
     from dflash_core.data.regenerate import Progress, regenerate_file
 
-    del source_digest, rules, sampling  # the key
     data: DataConfig = from_dict(DataConfig, where["data"])
     settings: RegenerateConfig = from_dict(RegenerateConfig, where["regenerate"])
     tokenizer = load_tokenizer(where["target_directory"], where["trust_remote_code"])

@@ -15,7 +15,7 @@ from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
 from tasks import ingest, length_profile, regenerate, report, target
 from tasks.reporting import prefect_artifacts as artifacts
-from tasks.storage.stages import FileDigests
+from tasks.storage.file_digests import FileDigests
 
 
 def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:

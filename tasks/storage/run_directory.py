@@ -14,7 +14,7 @@ from typing import Any
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, write_json
-from tasks.storage.stages import FileDigests
+from tasks.storage.file_digests import FileDigests
 
 KEY_CHARACTERS = 12
 SECTIONS = {

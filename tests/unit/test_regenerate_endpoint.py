@@ -183,7 +183,7 @@ def test_the_stage_asks_the_endpoint(
 ) -> None:
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.storage.stages import FileDigests
+    from tasks.storage.file_digests import FileDigests
 
     monkeypatch.setenv("A_KEY", "other")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")
@@ -196,7 +196,7 @@ def test_the_stage_asks_the_endpoint(
     )
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()
-    made = regenerate.function(
+    made = regenerate.write(
         tmp_path / "out", **inputs, where=where_of(config, source, tmp_path, tiny_target_dir)
     )
     [line] = (tmp_path / "out" / made["file"]).read_text().splitlines()

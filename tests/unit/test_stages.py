@@ -18,7 +18,8 @@ from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.files import content_digest
 from tasks.storage import run_directory as runs
 from tasks.storage import stages
-from tasks.storage.stages import FileDigests, Stage, read_complete, resolution_seconds
+from tasks.storage.file_digests import FileDigests, resolution_seconds
+from tasks.storage.stages import Stage, read_complete
 
 INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
 
@@ -30,12 +31,12 @@ def repeat(out: Path, *, text_digest: str, times: int, path: str) -> dict:
 
 
 def make(function=repeat, version: int = 1) -> Stage:
-    return Stage(function, "repeat", version, (), ("path",), {})
+    return Stage(function, name="repeat", version=version, locations=("path",))
 
 
 def produce(stage: Stage, root: Path, inputs: dict | None = None, refresh: bool = False) -> dict:
     inputs = INPUTS if inputs is None else inputs
-    return stage.produce(str(root), inputs, stage.key(inputs), "label", refresh, [])
+    return stage.produce(str(root), inputs, key=stage.key(inputs), label="label", refresh=refresh, after=[])
 
 
 def test_digest_ignores_the_order_of_keys() -> None:
@@ -178,7 +179,7 @@ def test_a_file_written_just_now_is_read_once_its_time_has_settled(
     monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read again"))
     again = FileDigests(tmp_path)
     assert again.of(path) == hashlib.sha256(b"now").hexdigest()
-    assert not again._changed
+    assert not again.is_changed
 
 
 def test_a_file_from_the_future_is_read_each_time(tmp_path: Path) -> None:
