@@ -14,8 +14,7 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import EvaluateOptions
 from flows.runtime.entry import run_flow
-from tasks import report
-from tasks.reporting import tables
+from tasks.reporting import report_tables, tables
 
 
 @run_flow("evaluate-drafter")
@@ -25,6 +24,6 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
     evaluated = steps.evaluate(config, options, target, dataset, directory)
     tables.print_table(
         f"{config.deployment}: {directory}",
-        [*report.evaluation_rows(evaluated["evaluation"]), *report.acceptance_rows(evaluated["evaluation"])],
+        [*report_tables.evaluation_rows(evaluated["evaluation"]), *report_tables.acceptance_rows(evaluated["evaluation"])],
     )
     return evaluated["evaluation"]

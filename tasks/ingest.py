@@ -1,5 +1,7 @@
-"""Stage `ingest`, one task a file: conversations become a token shard. Also the list of files and the open
-data set.
+"""Stage `ingest`, one task per file: conversations become a token shard.
+
+A shard depends on the bytes of its file, the tokenizer and the settings that `ingest_rules` returns, and on
+nothing else: a new file is ingested alone, and a file that was moved is not read again.
 """
 
 from __future__ import annotations
@@ -10,16 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RunConfig, decisive
-from tasks.storage.input_files import find_files
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.input_files import find_files
 from tasks.storage.stages import RETRY_IO, stage
 
-LIBRARY = "stdlib"  # the source that stands for no file at all
+# The source that stands for no file at all: the standard library of Python.
+LIBRARY = "stdlib"
+# Figures of a shard's manifest that its pointer repeats.
+SHARD_FIGURES = (
+    "digest",
+    "num_rows",
+    "num_blank",
+    "num_samples",
+    "num_rejected",
+    "num_duplicates",
+    "num_tokens",
+    "rejects",
+    "notes",
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file to ingest, or the standard library; `digest` is of its contents."""
+    """One file to ingest, or the standard library, with the digest of its contents."""
 
     path: str
     digest: str
@@ -30,7 +45,7 @@ class Source:
 
 
 def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
-    """What is to be ingested, with the digest of each; the standard library when no file is named."""
+    """Return the files to ingest; the standard library when no file is named."""
     if not data.files:
         from dflash_core.data.stdlib_corpus import corpus_digest
 
@@ -39,9 +54,10 @@ def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
 
 
 def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
-    """The settings that decide a shard, beside the file and the tokenizer."""
+    """Return the settings that decide a shard, together with the file and the tokenizer."""
     rules = decisive(config.data)
-    for name in ("files", "min_validation_samples"):  # these decide the set of shards, and its split
+    # These decide the set of shards and its split, not a shard.
+    for name in ("files", "min_validation_samples"):
         del rules[name]
     if config.data.chat_template is not None:
         rules["chat_template"] = digests.of(Path(config.data.chat_template))
@@ -72,7 +88,7 @@ def ingest(
     target_directory: str,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """Writes the shard into `out/shard`."""
+    """Write the shard into `out/shard`."""
     from dflash_core.config import from_dict
     from dflash_core.data.ingest import ingest_file
 
@@ -83,9 +99,5 @@ def ingest(
         out / "shard",
         mask_token_id=rules["mask_token_id"],
     )
-    shown = (
-        "digest", "num_rows", "num_blank", "num_samples", "num_rejected", "num_duplicates", "num_tokens", "rejects",
-        "notes",
-    )  # fmt: skip
-    format_name = manifest["meta"]["format"]
-    return {"source": Path(path).name, "format": format_name, **{name: manifest[name] for name in shown}}
+    figures = {name: manifest[name] for name in SHARD_FIGURES}
+    return {"source": Path(path).name, "format": manifest["meta"]["format"], **figures}

@@ -13,7 +13,7 @@ from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
 from tasks import advice, buckets, length_profile, plans, report
 from tasks.reporting import prefect_artifacts as artifacts
-from tasks.reporting import tables
+from tasks.reporting import report_tables, tables
 
 if TYPE_CHECKING:
     from dflash_core.batching.advice import Forecast
@@ -37,7 +37,7 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
     artifacts.table(
         "edges",
         config.deployment,
-        artifacts.bucket_rows(histogram["lengths"], histogram["counts"], pointer["edges"]),
+        report_tables.bucket_rows(histogram["lengths"], histogram["counts"], pointer["edges"]),
         f"training samples in each bucket{efficiency}; more than {pointer['knee']} buckets gain little",
     )
     return pointer
@@ -99,7 +99,7 @@ def make_plans(
     artifacts.table(
         "plans",
         config.deployment,
-        artifacts.plan_rows(report.plan_figures(plan_pointers), report.PLAN_FIGURES),
+        report_tables.plan_rows(report.plan_figures(plan_pointers), report_tables.PLAN_FIGURES),
         f"batch plans of each strategy, seed {config.training.seed}; mixing 1 is as good as random samples",
     )
     return plan_pointers

@@ -1,8 +1,9 @@
 """sha256 digests of files, remembered from run to run so that unchanged files are not read again.
 
-A digest is known by path, size and modification time. A file that is rewritten within the resolution of its modification
-time looks unchanged, so a file is read only once its time is older than that resolution: a remembered digest is always
-right. Price: a file that was written just now delays its first digest by up to 2 seconds.
+A digest is known by path, size and modification time. A file that is rewritten within the resolution of its
+modification time looks unchanged, so a file is read only once its time is older than that resolution: a
+remembered digest is always right. Price: a file that was written just now delays its first digest by up to 2
+seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dflash_core.files import file_sha256, write_json
 def resolution_seconds(mtime_ns: int) -> float:
     """Return an upper bound for the resolution of a modification time.
 
-    It is 2 s for a time in whole seconds (FAT, old NFS), else 0.05 s: local Linux file systems take the time of the
-    kernel's last tick, at most 10 ms ago.
+    It is 2 s for a time in whole seconds (FAT, old NFS), else 0.05 s: local Linux file systems take the time
+    of the kernel's last tick, at most 10 ms ago.
     """
     return 2.0 if mtime_ns % 1_000_000_000 == 0 else 0.05
 

@@ -1,16 +1,19 @@
 """Stages: tasks whose outputs are kept under a digest of what decides them, and rerun only when that changes.
 
-A stage is a plain function `function(out: Path, **inputs) -> dict` that writes files into `out` and returns a small
-summary. `@stage(...)` adds what every stage needs:
+A stage is a plain function `function(out: Path, **inputs) -> dict` that writes files into `out` and returns a
+small summary. `@stage(...)` adds what every stage needs:
 
-* the key: the digest of the inputs (content digests and settings, never paths or times) and of the stage's code version.
+* the key: the digest of the inputs (content digests and settings, never paths or times) and of the stage's
+  code version.
 * the directory: `<storage_root>/store/<stage>/<key>/`, published complete or not at all.
-* the pointer: JSON with the summary, the key and the directory relative to the storage root. It is also kept next to the
-  files as `pointer.json`: a stage is up to date exactly when its pointer and every file that it lists exist.
+* the pointer: JSON with the summary, the key and the directory relative to the storage root. It is also kept
+  next to the files as `pointer.json`: a stage is up to date exactly when its pointer and every file that it
+  lists exist.
 * a Prefect task of the same name with the key as its cache key, so that the UI shows what was cached.
 
-Guarantee: Prefect's own cache never decides alone. Outputs that are gone rerun the stage, and outputs that exist are used
-although Prefect has forgotten them. Price: about 30 ms of Prefect per task run, cached or not (see `Stage.map`).
+Guarantee: Prefect's own cache never decides alone. Outputs that are gone rerun the stage, and outputs that
+exist are used although Prefect has forgotten them. Price: about 30 ms of Prefect per task run, cached or not
+(see `Stage.map`).
 """
 
 from __future__ import annotations
@@ -140,7 +143,7 @@ class Stage:
         results = storage_root.resolve() / "prefect" / "storage"
         variant = (is_stale, submitted, results)
         if variant not in self._configured:
-            # A submitted task runs in a thread, which no time limit interrupts. None keeps the stage's own limit.
+            # No time limit interrupts the thread of a submitted task; None keeps the limit of the stage.
             timeout_seconds = 0 if submitted else None
             self._configured[variant] = self.task.with_options(
                 refresh_cache=is_stale, result_storage=results, timeout_seconds=timeout_seconds
@@ -168,8 +171,8 @@ class Stage:
     def map(self, storage_root: Path, calls: Sequence[dict[str, Any]], *, refresh: bool = False) -> list[Any]:
         """Run one task per call through the flow's task runner; return the pointers in order.
 
-        Even a cached task run costs Prefect 30 ms. Where more than `SHOWN_CACHED` calls are up to date, their pointers are
-        read without a task run, and the log reports their number.
+        Even a cached task run costs Prefect 30 ms. Where more than `SHOWN_CACHED` calls are up to date, their
+        pointers are read without a task run, and the log reports their number.
 
         Args:
             storage_root: directory that holds `store/`.
@@ -257,8 +260,8 @@ def stage(
         version: code version; raise it whenever equal inputs could now give other outputs.
         sources: modules or packages of dflash_core whose code decides the outputs; a test holds their digest.
         key_only: inputs that are part of the key and are not passed to the function.
-        locations: inputs that name a place or a speed; they are passed to the function and are not part of the key.
-        timeout_seconds: time after which the task ends as TimedOut; None where the work has limits of its own kind.
+        locations: inputs that are passed to the function and are not part of the key: places and speeds.
+        timeout_seconds: time after which the task ends as TimedOut; None where the work sets its own limits.
         task_options: options of the Prefect task, such as retries.
     """
 
