@@ -277,7 +277,7 @@ def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
     marker = open_marker(storage_root, str(flow_run.id))
     is_killed = state.is_cancelled() or state.is_cancelling() or state.is_crashed()
     if marker.exists():
-        _close_marked(marker, "KILLED" if is_killed else "FAILED")
+        close_marked(marker, "KILLED" if is_killed else "FAILED")
 
 
 def close_abandoned_runs(storage_root: str | Path) -> None:
@@ -285,10 +285,11 @@ def close_abandoned_runs(storage_root: str | Path) -> None:
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
         with suppress(OSError, json.JSONDecodeError, KeyError):
             if is_gone(json.loads(marker.read_text(encoding="utf-8"))):
-                _close_marked(marker, "KILLED")
+                close_marked(marker, "KILLED")
 
 
-def _close_marked(marker: Path, status: str) -> None:
+def close_marked(marker: Path, status: str) -> None:
+    """Close the run of a marker with the status that it records, else with `status`; then remove the marker."""
     import mlflow
 
     marked = json.loads(marker.read_text(encoding="utf-8"))
