@@ -145,10 +145,9 @@ def regenerate_inputs(
 
 def summary_line(pointer: RegeneratedPointer) -> str:
     """Return the counts of a file's rows and answers in one line."""
-    return (
-        f"{pointer['num_answers']} answers in {pointer['num_rows']} rows, {pointer['num_cut']} cut at the limit, "
-        f"{pointer['num_kept_turns']} turns kept, {pointer['num_refused']} rows rejected"
-    )
+    answers = f"{pointer['num_answers']} answers in {pointer['num_rows']} rows"
+    turns = f"{pointer['num_cut']} cut at the limit, {pointer['num_kept_turns']} turns kept"
+    return f"{answers}, {turns}, {pointer['num_refused']} rows rejected"
 
 
 def regenerated_source(pointer: RegeneratedPointer, storage_root: Path) -> Source:

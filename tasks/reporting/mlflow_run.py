@@ -289,7 +289,7 @@ def close_abandoned_runs(storage_root: str | Path) -> None:
 
 
 def close_marked(marker: Path, status: str) -> None:
-    """Close the run of a marker with the status that it records, else with `status`; then remove the marker."""
+    """Close the run of a marker with the recorded status, else with `status`; then remove the marker."""
     import mlflow
 
     marked = json.loads(marker.read_text(encoding="utf-8"))

@@ -86,7 +86,7 @@ def test_latest_is_a_relative_link_replaced_by_one_rename(tmp_path: Path) -> Non
 
 
 def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_settings(tmp_path: Path) -> None:
-    """A checkpoint holds its settings; a change that changed no shard and no plan must not prevent a resume."""
+    """A checkpoint holds its settings; a change that left shards and plans equal must not prevent it."""
     before = config_of(storage_root=str(tmp_path), batching={"num_buckets": 6}, data={"files": ["a"]})
     after = config_of(
         storage_root=str(tmp_path),
