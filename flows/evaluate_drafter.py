@@ -22,8 +22,7 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
     """Returns the evaluation."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
-    tables.print_table(
-        f"{config.deployment}: {directory}",
-        [*report_tables.evaluation_rows(evaluated["evaluation"]), *report_tables.acceptance_rows(evaluated["evaluation"])],
-    )
-    return evaluated["evaluation"]
+    figures = evaluated["evaluation"]
+    rows = [*report_tables.evaluation_rows(figures), *report_tables.acceptance_rows(figures)]
+    tables.print_table(f"{config.deployment}: {directory}", rows)
+    return figures
