@@ -14,7 +14,8 @@ from dflash_core.config import DrafterConfig, TargetConfig
 from dflash_core.drafter.compatibility import check_mask_token
 from dflash_core.files import content_digest
 from dflash_core.target.captured_layers import captured_layers
-from tasks.storage.stages import RETRY_IO, FileDigests, Stage, stage
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.stages import RETRY_IO, Stage, stage
 
 TOKENIZER_FILES = (
     "tokenizer*",

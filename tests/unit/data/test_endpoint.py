@@ -191,7 +191,7 @@ def test_the_stage_asks_the_endpoint(
 ) -> None:
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.storage.stages import FileDigests
+    from tasks.storage.file_digests import FileDigests
 
     monkeypatch.setenv("A_KEY", "other")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")
@@ -202,7 +202,7 @@ def test_the_stage_asks_the_endpoint(
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()
-    pointer = regenerate.function(
+    pointer = regenerate.write(
         tmp_path / "out", **inputs, where=where_of(config, source, tmp_path, tiny_target_dir)
     )
     [line] = (tmp_path / "out" / pointer["file"]).read_text().splitlines()

@@ -19,7 +19,8 @@ class Bytes:
 
 def test_a_sample_in_colours() -> None:
     text = "a\x1b é!"
-    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)  # a ESC space C3 A9 !
+    # a ESC space C3 A9 !
+    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
     store = SimpleNamespace(
         token_ids=lambda row: ids,
         loss_mask=lambda row: np.array([0, 0, 0, 1, 1, 1], np.uint8),
@@ -31,7 +32,8 @@ def test_a_sample_in_colours() -> None:
     shown = render_sample(store, 0, Bytes(), RunConfig())
     head, body = shown.plain.split("\n", 1)
     assert head == "sample 0, source chats: 6 tokens, 3 supervised, 2 eligible anchors, 2 drawn, training"
-    assert body == "a\u241b é!"  # the escape of the data cannot control a terminal
+    # An escape in the data cannot control the terminal.
+    assert body == "a\u241b é!"
     styled = {shown.plain[s.start : s.end]: str(s.style) for s in shown.spans}
     assert styled["a\u241b "] == "dim"
     assert styled["é"] == "green underline"
