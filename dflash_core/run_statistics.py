@@ -1,19 +1,16 @@
-"""What a comparison of strategies says, from the metrics of the runs: figures, statistics of the step loss,
-one sentence.
+"""Paired comparison of training runs: figures, statistics of the step loss, and one recommendation.
 
 The design is paired: all runs of a seed see the same samples with the same anchors from the same initial
-    weights, in
-steps closed by the same number of real tokens. What differs is who shares a microbatch and a step, and in
-which order.
+weights, in steps closed by the same number of real tokens. They differ in which samples share a microbatch
+and a step, and in the order of the steps.
 
-The statistics answer one worry: do steps that hold similar samples make the loss swing? In every epoch the
-    step loss is
-regressed on its trend (a cubic in the step), then on the trend, the step's mean length and the share of each
-source:
+The statistics answer one question: do steps that hold similar samples make the loss swing? In every epoch the
+step loss is regressed on its trend (a cubic in the step), then on the trend, the step's mean length and the
+share of each source:
 
     r2_composition = 1 - SSR(trend and composition) / SSR(trend)
 
-is the share of the swings that composition explains, and the lag-1 autocorrelation of what is left shows
+is the share of the swings that composition explains, and the lag-1 autocorrelation of the residual shows
 clusters.
 """
 
@@ -21,19 +18,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-WARM_UP_STEPS = 3  # left out of throughput: compilation, first touches of memory
-MAX_STEP_TOKENS_SPREAD = 0.02  # above this, runs took different steps and are not ranked
-MIN_EFFICIENCY_OF_FEW_EDGES = 0.9
+# Left out of throughput: compilation, first touches of memory.
+WARM_UP_STEPS = 3
+# Above this relative spread of tokens per step, runs took different steps and are not ranked.
+MAX_STEP_TOKENS_SPREAD = 0.02
+# From this share of the fastest on, runs count as equally fast: timings on a shared machine vary by 5%.
+EQUALLY_FAST = 0.95
+STATISTICS = (
+    "loss_variance",
+    "loss_variance_around_trend",
+    "r2_composition",
+    "residual_lag1",
+    "grad_norm_variance",
+)
+
+
+class Interval(NamedTuple):
+    """A mean with its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """One run's steps as arrays, and the composition of each step."""
+    """One run's steps as arrays, and the composition of each step; S steps."""
 
     strategy: str
     seed: int
@@ -56,11 +71,14 @@ def read_run(
     source_shares: NDArray[np.float64],
     epoch: NDArray[np.int64],
 ) -> RunMetrics:
-    """The training lines of metrics.jsonl as arrays; `source_shares` and `epoch` have one row a planned
-    step.
+    """Return the training lines of metrics.jsonl as arrays.
+
+    Args:
+        lines: of metrics.jsonl.
+        source_shares, epoch: one row per planned step.
     """
     steps = [line for line in lines if line.get("train/loss") is not None]
-    at = np.array([int(line["step"]) - 1 for line in steps], dtype=np.int64)
+    planned_step = np.array([int(line["step"]) - 1 for line in steps], dtype=np.int64)
 
     def column(name: str) -> NDArray[np.float64]:
         values = [line.get(name) for line in steps]
@@ -77,13 +95,13 @@ def read_run(
         capture_seconds=column("perf/capture_seconds"),
         drafter_seconds=column("perf/drafter_seconds"),
         mean_length=column("batch/mean_length"),
-        source_shares=source_shares[at],
-        epoch=epoch[at],
+        source_shares=source_shares[planned_step],
+        epoch=epoch[planned_step],
     )
 
 
 def throughput(run: RunMetrics) -> dict[str, float]:
-    """Real tokens a second, whole and of capture and drafter alone, without the first steps."""
+    """Return real tokens per second, overall and of capture and drafter alone, without the warm-up steps."""
     first = WARM_UP_STEPS if len(run.seconds) > 2 * WARM_UP_STEPS else 0
     tokens = run.tokens[first:].sum()
 
@@ -101,35 +119,30 @@ def throughput(run: RunMetrics) -> dict[str, float]:
 
 
 def loss_statistics(run: RunMetrics) -> dict[str, float]:
-    """Swings of the step loss within an epoch and how far composition explains them; means over the epochs.
+    """Return the swings of the step loss and the part that composition explains, as means over the epochs.
 
     Epochs with fewer steps than twice the regressors are left out; with none left the figures are NaN.
     """
-    found: list[dict[str, float]] = []
+    epochs: list[dict[str, float]] = []
     for epoch in np.unique(run.epoch):
-        here = (run.epoch == epoch) & np.isfinite(run.loss)
-        shares = run.source_shares[here][:, 1:]  # shares add up to 1: one is redundant
-        composition = np.column_stack([run.mean_length[here], shares])
-        one = regress_on_composition(run.loss[here], composition)
-        if one is not None:
-            norms = run.grad_norm[here]
-            one["grad_norm_variance"] = float(np.nanvar(norms)) if len(norms) else float("nan")
-            found.append(one)
-    names = (
-        "loss_variance",
-        "loss_variance_around_trend",
-        "r2_composition",
-        "residual_lag1",
-        "grad_norm_variance",
-    )
-    return {name: float(np.mean([one[name] for one in found])) if found else float("nan") for name in names}
+        chosen = (run.epoch == epoch) & np.isfinite(run.loss)
+        # Shares add up to 1, so one of them is redundant.
+        shares = run.source_shares[chosen][:, 1:]
+        composition = np.column_stack([run.mean_length[chosen], shares])
+        figures = regress_on_composition(run.loss[chosen], composition)
+        if figures is not None:
+            norms = run.grad_norm[chosen]
+            figures["grad_norm_variance"] = float(np.nanvar(norms)) if len(norms) else float("nan")
+            epochs.append(figures)
+    if not epochs:
+        return dict.fromkeys(STATISTICS, float("nan"))
+    return {name: float(np.mean([figures[name] for figures in epochs])) for name in STATISTICS}
 
 
 def regress_on_composition(
     loss: NDArray[np.float64], composition: NDArray[np.float64]
 ) -> dict[str, float] | None:
-    """The regressions of the module's docstring for the steps of one epoch; None when there are too few
-    steps.
+    """Run the regressions of the module's docstring on the steps of one epoch; None when there are too few.
 
     Args:
         loss: [S].
@@ -155,12 +168,12 @@ def regress_on_composition(
 
 
 def last_window(runs: Sequence[RunMetrics]) -> int:
-    """Steps over which a last loss is the mean: a tenth of the shortest run."""
+    """Return the number of steps that a last loss is averaged over: a tenth of the shortest run."""
     return max(1, min(len(run.loss) for run in runs) // 10)
 
 
 def steps_to_reach(loss: NDArray[np.float64], level: float, window: int) -> int | None:
-    """First step at which the mean loss of the last `window` steps is at or below `level`; None if never."""
+    """Return the first step whose mean loss over `window` steps is at most `level`; None if never."""
     if len(loss) < window:
         return None
     means = np.convolve(loss, np.ones(window) / window, mode="valid")
@@ -175,38 +188,30 @@ def summarise(
     evaluations: Mapping[tuple[str, int], Mapping[str, Any]],
     initial_losses: Mapping[tuple[str, int], float],
 ) -> dict[str, Any]:
-    """The comparison as JSON types.
+    """Compare runs; returns JSON types.
 
     Args:
+        runs: all runs, one or more seeds per strategy.
         plans: strategy -> plan figures.
         summaries, evaluations, initial_losses: (strategy, seed) -> the training's summary, the acceptance,
             and the mean loss of the initial weights over the first epoch.
     """
-    strategies = list(dict.fromkeys(run.strategy for run in runs))
     window = last_window(runs)
     level = max(float(np.nanmean(run.loss[-window:])) for run in runs)
-    table: dict[str, dict[str, Any]] = {}
-    for strategy in strategies:
-        mine = [run for run in runs if run.strategy == strategy]
-        row: dict[str, Any] = dict(plans[strategy])
-        for part in (throughput, loss_statistics):
-            figures = [part(run) for run in mine]
-            row |= {name: _finite(np.mean([f[name] for f in figures])) for name in figures[0]}
-        row["updates"] = int(np.mean([summaries[strategy, run.seed]["updates"] for run in mine]))
-        row["samples"] = int(np.mean([run.samples.sum() for run in mine]))
-        row["tokens_per_step"] = float(np.mean([run.tokens.mean() for run in mine]))
-        row["loss_last"] = float(np.mean([np.nanmean(run.loss[-window:]) for run in mine]))
-        row["steps_to_level"] = [steps_to_reach(run.loss, level, window) for run in mine]
-        initial = [
-            initial_losses[strategy, run.seed] for run in mine if (strategy, run.seed) in initial_losses
-        ]
-        row["initial_loss"] = float(np.mean(initial)) if initial else None
-        validation = [summaries[strategy, run.seed].get("validation_last") or {} for run in mine]
-        values = [v["validation/loss"] for v in validation if "validation/loss" in v]
-        row["validation_loss"] = float(np.mean(values)) if values else None
-        row["validation_loss_by_seed"] = values
-        row |= _acceptance([evaluations[strategy, run.seed] for run in mine])
-        table[strategy] = row
+    table = {
+        strategy: {
+            **plans[strategy],
+            **_strategy_figures(
+                [run for run in runs if run.strategy == strategy],
+                summaries,
+                evaluations,
+                initial_losses,
+                level=level,
+                window=window,
+            ),
+        }
+        for strategy in dict.fromkeys(run.strategy for run in runs)
+    }
     reference = table["sorted"]["tokens_per_second"] if "sorted" in table else None
     for row in table.values():
         row["throughput_ratio_to_sorted"] = row["tokens_per_second"] / reference if reference else None
@@ -223,8 +228,40 @@ def summarise(
     return {**result, "recommendation": recommend(result)}
 
 
+def _strategy_figures(
+    runs: Sequence[RunMetrics],
+    summaries: Mapping[tuple[str, int], Mapping[str, Any]],
+    evaluations: Mapping[tuple[str, int], Mapping[str, Any]],
+    initial_losses: Mapping[tuple[str, int], float],
+    *,
+    level: float,
+    window: int,
+) -> dict[str, Any]:
+    """Return one strategy's figures, means over its seeds."""
+    keys = [(run.strategy, run.seed) for run in runs]
+    row: dict[str, Any] = {}
+    for statistic in (throughput, loss_statistics):
+        figures = [statistic(run) for run in runs]
+        row |= {name: _finite(np.mean([f[name] for f in figures])) for name in figures[0]}
+    initial = [initial_losses[key] for key in keys if key in initial_losses]
+    validations = [summaries[key].get("validation_last") or {} for key in keys]
+    validation_losses = [v["validation/loss"] for v in validations if "validation/loss" in v]
+    return {
+        **row,
+        "updates": int(np.mean([summaries[key]["updates"] for key in keys])),
+        "samples": int(np.mean([run.samples.sum() for run in runs])),
+        "tokens_per_step": float(np.mean([run.tokens.mean() for run in runs])),
+        "loss_last": float(np.mean([np.nanmean(run.loss[-window:]) for run in runs])),
+        "steps_to_level": [steps_to_reach(run.loss, level, window) for run in runs],
+        "initial_loss": float(np.mean(initial)) if initial else None,
+        "validation_loss": float(np.mean(validation_losses)) if validation_losses else None,
+        "validation_loss_by_seed": validation_losses,
+        **_acceptance([evaluations[key] for key in keys]),
+    }
+
+
 def _finite(value: Any) -> float | None:
-    """A figure as JSON has it; None where there is nothing to tell, such as a regression on too few steps."""
+    """Return a figure as JSON can hold it; None for NaN, as from a regression on too few steps."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -233,7 +270,7 @@ def _relative_spread(values: Sequence[float]) -> float:
 
 
 def _initial_spread(initial_losses: Mapping[tuple[str, int], float]) -> float | None:
-    """Largest relative difference between strategies of one seed; None where nothing was checked."""
+    """Return the largest relative difference between strategies of one seed; None if nothing was checked."""
     by_seed: dict[int, list[float]] = {}
     for (_, seed), loss in initial_losses.items():
         by_seed.setdefault(seed, []).append(loss)
@@ -241,7 +278,7 @@ def _initial_spread(initial_losses: Mapping[tuple[str, int], float]) -> float | 
 
 
 def _acceptance(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Acceptance over the seeds: mean, and the widest of the intervals (seeds share the prompts)."""
+    """Return the acceptance over the seeds: mean, and the hull of the intervals (seeds share the prompts)."""
     lengths = [e["acceptance_length"] for e in evaluations if e.get("acceptance_length") is not None]
     if not lengths:
         return {"acceptance_length": None, "acceptance_interval": None, "lossless": None}
@@ -254,7 +291,7 @@ def _acceptance(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recommend(result: Mapping[str, Any]) -> str:
-    """One sentence that the numbers support."""
+    """Return one sentence that recommends a strategy, or says why none is ranked first."""
     table = result["strategies"]
     if not result["ranked"]:
         return (
@@ -263,18 +300,18 @@ def recommend(result: Mapping[str, Any]) -> str:
             "multiple of the token budget."
         )
     fastest = max(row["tokens_per_second"] for row in table.values())
-    # As good as the fastest: within 5%, which is what timings on a shared machine can tell apart.
-    quick = [name for name, row in table.items() if row["tokens_per_second"] >= 0.95 * fastest]
-    chosen = min(quick, key=lambda name: table[name]["mixing_step"])
+    fast = [name for name, row in table.items() if row["tokens_per_second"] >= EQUALLY_FAST * fastest]
+    chosen = min(fast, key=lambda name: table[name]["mixing_step"])
     row = table[chosen]
-    against = "sorted" if "sorted" in table and chosen != "sorted" else None
-    sentence = (
-        f"Use {chosen}: {row['tokens_per_second']:.0f} real tokens/s"
-        + (f", {row['throughput_ratio_to_sorted']:.2f} times sorted" if against else "")
-        + f", at a padding efficiency of {row['padding_efficiency']:.3f}, with steps whose mean length "
-        f"varies {row['mixing_step']:.2f} times as much as in random samples"
+    beats_sorted = "sorted" in table and chosen != "sorted"
+    sentence = f"Use {chosen}: {row['tokens_per_second']:.0f} real tokens/s"
+    if beats_sorted:
+        sentence += f", {row['throughput_ratio_to_sorted']:.2f} times sorted"
+    sentence += (
+        f", at a padding efficiency of {row['padding_efficiency']:.3f}, with steps whose mean length varies "
+        f"{row['mixing_step']:.2f} times as much as in random samples"
     )
-    if against:
+    if beats_sorted:
         sentence += f" ({table['sorted']['mixing_step']:.2f} for sorted)"
     if row["validation_loss"] is not None:
         best = min(r["validation_loss"] for r in table.values() if r["validation_loss"] is not None)

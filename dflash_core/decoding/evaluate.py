@@ -1,4 +1,9 @@
-"""Evaluation by real decoding: both decoders, the same prompts, one run."""
+"""Evaluation of a drafter by real decoding: both decoders on the same prompts, on the same machine, in turn.
+
+Guarantee: in float32 greedy output equals the target's own token by token; in bfloat16 it may differ where
+the target's two best logits are nearly tied, and each first difference is reported. Price: every prompt is
+decoded twice.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,16 @@ from typing import Any
 
 import torch
 
-from dflash_core.decoding.acceptance import Difference, Generation, acceptance_report, compare
-from dflash_core.decoding.speculate import Decoded, Prompt, Sampling, plain_decode, speculative_decode
+from dflash_core.decoding.acceptance import (
+    Divergence,
+    Generation,
+    acceptance_length,
+    acceptance_report,
+    find_divergences,
+)
+from dflash_core.decoding.prompt_sets import PromptSets
+from dflash_core.decoding.sampling import Sampling
+from dflash_core.decoding.speculate import Decoded, Prompt, plain_decode, speculative_decode
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
@@ -17,7 +30,7 @@ from dflash_core.target.target import Target
 
 @dataclass
 class Evaluation:
-    """Both decoders on the same prompts."""
+    """Answers of both decoders to the same prompts."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
@@ -25,34 +38,34 @@ class Evaluation:
     compute_dtype: torch.dtype
     plain: Decoded
     speculative: Decoded
-    differences: list[Difference] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
 
     @property
     def lossless(self) -> bool | None:
-        """Whether greedy output is the target's own; None when sampling.
+        """True when greedy output is the target's own; None when sampling.
 
-        float32 exactly. In bfloat16 a verification of a whole block rounds differently from one-token steps,
-        so there each first difference has to be a near tie.
+        In float32 every token has to be equal. In bfloat16 verifying a whole block rounds differently from
+        one-token steps, so there each first difference has to be a near tie.
         """
         if self.sampling.temperature:
             return None
         if self.compute_dtype == torch.float32:
-            return not self.differences
-        return all(difference.near_tie for difference in self.differences)
+            return not self.divergences
+        return all(divergence.near_tie for divergence in self.divergences)
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """Both evaluations' prompts, one after the other; of one drafter with one sampling."""
-        moved = [replace(d, prompt=d.prompt + len(self.prompts)) for d in other.differences]
+        """Append another evaluation's prompts; both are of one drafter with one sampling."""
+        shifted = [replace(d, prompt=d.prompt + len(self.prompts)) for d in other.divergences]
         return replace(
             self,
             prompts=[*self.prompts, *other.prompts],
             plain=self.plain + other.plain,
             speculative=self.speculative + other.speculative,
-            differences=[*self.differences, *moved],
+            divergences=[*self.divergences, *shifted],
         )
 
     def report(self) -> dict[str, Any]:
-        """Figures over all prompts, by prompt set and by category, as JSON types."""
+        """Return the figures over all prompts, by prompt set and by category, as JSON types."""
         answers = self.speculative.generations
         groups: dict[str, dict[str, list[Generation]]] = {"sets": {}, "categories": {}}
         for prompt, answer in zip(self.prompts, answers):
@@ -63,9 +76,9 @@ class Evaluation:
         return {
             **acceptance_report(answers, self.block_size),
             "lossless": self.lossless,
-            "prompts_equal": len(self.prompts) - len(self.differences) if self.lossless is not None else None,
-            "near_ties": sum(difference.near_tie for difference in self.differences),
-            "differences": [vars(d) | {"near_tie": d.near_tie} for d in self.differences],
+            "prompts_equal": len(self.prompts) - len(self.divergences) if self.lossless is not None else None,
+            "near_ties": sum(divergence.near_tie for divergence in self.divergences),
+            "differences": [divergence.as_dict() for divergence in self.divergences],
             "baseline_tokens_per_second": plain,
             "speculative_tokens_per_second": speculative,
             "speedup": speculative / plain if plain else None,
@@ -75,14 +88,14 @@ class Evaluation:
             "batch_size": self.sampling.batch_size,
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             **{
-                name: {key: acceptance_report(found, self.block_size) for key, found in by_key.items()}
+                name: {key: acceptance_report(group, self.block_size) for key, group in by_key.items()}
                 for name, by_key in groups.items()
             },
         }
 
     def records(self) -> list[dict[str, Any]]:
-        """One JSON record a prompt: tokens, counts by step, where outputs part."""
-        parted = {difference.prompt: difference for difference in self.differences}
+        """Return one JSON record per prompt: tokens, counts per step, first divergence."""
+        diverged = {divergence.prompt: divergence for divergence in self.divergences}
         return [
             {
                 "prompt": i,
@@ -94,8 +107,8 @@ class Evaluation:
                 "emitted": answer.emitted,
                 "accepted": answer.accepted,
                 "drafted": answer.drafted,
-                "first_difference": parted[i].position if i in parted else None,
-                "margin_steps": parted[i].margin_steps if i in parted else None,
+                "first_difference": diverged[i].position if i in diverged else None,
+                "margin_steps": diverged[i].margin_steps if i in diverged else None,
             }
             for i, (prompt, answer) in enumerate(zip(self.prompts, self.speculative.generations))
         ]
@@ -108,13 +121,43 @@ def evaluate(
     sampling: Sampling,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Evaluation:
-    """Decode all prompts both ways in one run, a batch at a time in turn so that both meet the same machine.
+    """Decode all prompts both ways, alternating batch by batch, so that both meet the same machine load.
 
-    `progress` is called after each batch with prompts done, prompts in all, acceptance length so far.
+    Args:
+        progress: called after each batch with the prompts done, all prompts, and the acceptance length so
+            far.
 
     Raises:
-        UserError: no prompt, an empty one, or a drafter of another target.
+        UserError: no prompt, an empty or a too long one, or a drafter of another target.
     """
+    _check_prompts(target, prompts, sampling)
+    warm_up = Sampling(max_new_tokens=2, batch_size=1)
+    plain_decode(target, prompts[:1], warm_up)
+    speculative_decode(target, drafter, prompts[:1], warm_up)
+    # By length, because the rows of a batch take as many slots as its longest.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+    plain, speculative = Decoded([], 0.0), Decoded([], 0.0)
+    for first in range(0, len(prompts), sampling.batch_size):
+        numbers = order[first : first + sampling.batch_size]
+        batch = [prompts[i] for i in numbers]
+        for total, decoded in (
+            (plain, plain_decode(target, batch, sampling, numbers=numbers)),
+            (speculative, speculative_decode(target, drafter, batch, sampling, numbers=numbers)),
+        ):
+            total.generations += decoded.generations
+            total.seconds += decoded.seconds
+        if progress is not None:
+            progress(first + len(batch), len(prompts), acceptance_length(speculative.generations))
+    place = sorted(range(len(order)), key=order.__getitem__)  # of each prompt in `order`
+    for total in (plain, speculative):
+        total.generations = [total.generations[i] for i in place]
+    divergences = [] if sampling.temperature else find_divergences(plain.generations, speculative.generations)
+    return Evaluation(
+        prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative, divergences
+    )
+
+
+def _check_prompts(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> None:
     if not prompts or any(not prompt.token_ids for prompt in prompts):
         raise UserError("evaluation.prompts: no prompt or an empty one; allowed: at least one token each")
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -124,27 +167,25 @@ def evaluate(
             f"evaluation.max_new_tokens: {sampling.max_new_tokens} after a prompt of {longest} tokens is not "
             f"allowed; allowed: {limit} positions of the target in all"
         )
-    warm = Sampling(max_new_tokens=2, batch_size=1)
-    plain_decode(target, prompts[:1], warm)
-    speculative_decode(target, drafter, prompts[:1], warm)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))  # rows of a batch are padded
-    plain, speculative = Decoded([], 0.0), Decoded([], 0.0)
-    for first in range(0, len(prompts), sampling.batch_size):
-        numbers = order[first : first + sampling.batch_size]
-        batch = [prompts[i] for i in numbers]
-        for total, run in (
-            (plain, plain_decode(target, batch, sampling, numbers=numbers)),
-            (speculative, speculative_decode(target, drafter, batch, sampling, numbers=numbers)),
-        ):
-            total.generations += run.generations
-            total.seconds += run.seconds
-        if progress is not None:
-            so_far = acceptance_report(speculative.generations, drafter.shape.block_size)
-            progress(first + len(batch), len(prompts), so_far["acceptance_length"])
-    place = sorted(range(len(order)), key=order.__getitem__)  # of each prompt in what was decoded
-    for total in (plain, speculative):
-        total.generations = [total.generations[i] for i in place]
-    differences = [] if sampling.temperature else compare(plain.generations, speculative.generations)
-    return Evaluation(
-        prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative, differences
-    )
+
+
+def decode_all(target: Target, drafter: DFlashDrafter, sets: PromptSets, sampling: Sampling) -> Evaluation:
+    """Evaluate every turn of every prompt; later turns follow the target's own answers."""
+    rows, prompts = sets.first()
+    total = None
+    answers: dict[int, list[str]] = {}
+    while prompts:
+        result = evaluate(target, drafter, prompts, sampling, progress=_print_progress)
+        total = result if total is None else total + result
+        if sets.encoder is None:
+            break
+        for row, answer in zip(rows, result.plain.generations, strict=True):
+            text = sets.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            answers.setdefault(row, []).append(text)
+        rows, prompts = sets.following({row: answers[row] for row in rows})
+    assert total is not None
+    return total
+
+
+def _print_progress(done: int, total: int, length: float) -> None:
+    print(f"evaluation: {done}/{total} prompts, acceptance length {length:.3f}", flush=True)

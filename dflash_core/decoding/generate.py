@@ -1,4 +1,8 @@
-"""Answers of the target itself: many conversations decoded together, greedily or by sampling."""
+"""Answers of the target itself: many conversations decoded together, greedily or by sampling.
+
+An answer depends only on its prompt and the settings, not on what else is in the batch. Prompts that leave no
+room for an answer are rejected with a reason.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,22 @@ from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import LENGTH, Answer, Request
 from dflash_core.data.chat import Rejection
 from dflash_core.decoding.acceptance import Generation
-from dflash_core.decoding.speculate import Prompt, Sampling, plain_answers
+from dflash_core.decoding.sampling import Sampling
+from dflash_core.decoding.speculate import Prompt, plain_answers
 from dflash_core.target.target import Target
 
 
 class BatchDecoder:
     """The local generator (see `dflash_core.data.answers.Generator`).
 
-    `batch_size` prompts are in work at a time, longest first: what does not fit into memory shows at once, and rows
-    beside each other are of similar length. An answer that is done makes room for the next prompt, and is told at
-    once. Random numbers come from a stream named by the request's key, so an answer does not depend on its company.
+    `batch_size` prompts are decoded at the same time, longest first, so out-of-memory shows immediately and
+    neighbouring rows have similar lengths. A finished answer is yielded at once and its slot goes to the next
+    prompt. Random numbers come from a stream named by the request's key, so an answer does not depend on what
+    else is in the batch.
 
     Args:
-        target: loaded, with any layer to capture.
-        tokenizer: its own.
+        target: the loaded target; the layers it captures do not matter.
+        tokenizer: the target's own.
         config: sampling and `batch_size`.
         model: name and fingerprint of the target, for `identity`.
     """
@@ -46,7 +52,7 @@ class BatchDecoder:
         }
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
-        """Answers as they get done; what is asked meanwhile comes in the next round."""
+        """Yield answers as they are completed; requests added to `pending` meanwhile form the next round."""
         limit = getattr(self.target.config, "max_position_embeddings", None)
         while pending:
             requests = sorted(pending, key=lambda request: len(request.token_ids), reverse=True)
@@ -66,7 +72,7 @@ class BatchDecoder:
                     yield fitting[i], self._answer(generation)
 
     def _answer(self, generation: Generation) -> Answer:
-        """Tokens as text; a character of which the limit cut off the rest is left out."""
+        """Return the tokens as text; an incomplete UTF-8 character at the token limit is dropped."""
         text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
         is_cut = generation.finished == LENGTH
         text = text.rstrip("\ufffd") if is_cut else text

@@ -18,7 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dflash_core.decoding.speculate import DrafterContext, accept_greedy, check_pair, rows_that_go_on
+from dflash_core.decoding.drafter_context import DrafterContext, check_pair
+from dflash_core.decoding.sampling import accept_greedy
+from dflash_core.decoding.speculate import remaining_rows
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.target.target import DecodeCache, Target
 
@@ -80,7 +82,7 @@ def _replay_batch(
     steps: list[list[int]] = [[] for _ in texts]
     live = list(range(len(texts)))
     while True:
-        rows = rows_that_go_on((anchor_B < last_B).tolist())
+        rows = remaining_rows((anchor_B < last_B).tolist())
         if len(rows) < len(live):
             live = [live[row] for row in rows]
             kept = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ from dflash_core.dataflow.schedule import (
     validation_rows,
 )
 from dflash_core.dataflow.transfer import capture_here, connect, receive, serve
-from dflash_core.decoding.during_training import NUM_PROMPTS, decoder_of, validation_prompts
+from dflash_core.decoding.during_training import decoder_of, draftable_prompts
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import RunFailed, UserError
 from dflash_core.launch.process_groups import World
@@ -165,7 +165,7 @@ def _decoder(
     if target is None or not world.is_leader or not whole:
         return None
     rows = validation_rows(schedule.store, run.config.training.num_validation_samples)
-    prompts = validation_prompts(schedule.store, rows, NUM_PROMPTS)
+    prompts = draftable_prompts(schedule.store, rows)
     return decoder_of(target, prompts, stop.is_set) if prompts else None
 
 

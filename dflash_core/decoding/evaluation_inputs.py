@@ -1,0 +1,32 @@
+"""Locations and devices of an evaluation.
+
+Imports nothing heavy, because a flow builds it before it knows whether anything has to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_core.config import DataConfig
+
+VALIDATION_SET = "validation"  # name of the prompt set that is taken from the validation samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationInputs:
+    """Where an evaluation finds what it reads, and where it computes; none of it decides the result.
+
+    Between tasks it travels as JSON types: `to_dict(inputs)` and `from_dict(EvaluationInputs, values)`.
+    """
+
+    target_directory: str
+    # An exported drafter.
+    drafter_directory: str
+    # Prompt files, in the order of the prompt sets; empty: prompts of the validation samples in `shards`.
+    prompt_paths: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+    data: DataConfig = DataConfig()
+    trust_remote_code: bool = False
+    # As in the settings `target.device_map` and `training.device`.
+    device_map: str | None = None
+    device: str = "auto"
