@@ -1,19 +1,17 @@
-"""A trained drafter served by vLLM on this machine, and whether the engine accepts what our evaluator accepts.
+"""Serve a trained drafter with vLLM on this machine and compare what the engine and our evaluator accept.
 
-The engine runs in an environment of its own (`make serve-env`), as a child process that shares only JSON files with
+The engine runs in its own environment (`make serve-env`), as a child process that shares only JSON files with
 this one: greedily without the drafter, with it, and, as a control, with a copy whose layer ids are one off.
 
-The comparison is on fixed continuations: the engine's own speculative output. Our evaluator takes the same prompts,
-but every draft is judged by the token that the engine wrote at its position (`dflash_core/serving/replay.py`). Two
-free-running decoders would be a weaker test: in bfloat16 they part at the first near tie, write different texts, and
-differ in acceptance by the texts alone. Along one text the two differ only where drafts do, and step by step it can be
-said who is right. Rates come from the engine's metrics, in which a last step counts in full; the replay counts the
-same way.
+The comparison is on fixed continuations: the engine's own speculative output. Our evaluator takes the same
+prompts, but every draft is judged by the token that the engine wrote at its position
+(`dflash_core/serving/replay.py`). Two free-running decoders would be a weaker test: in bfloat16 they differ
+from the first near tie on, write different texts, and differ in acceptance by the texts alone. Along one text
+the two differ only where drafts do, so a difference can be traced to one step. Rates come from the engine's
+metrics, in which a last step counts in full; the replay counts the same way.
 
-What has to hold is said in `dflash_core/serving/agreement.py`; besides, wherever the engine's greedy output with the
-drafter parts from that without, the target's two best logits are within two bfloat16 steps, and the control fails.
+`dflash_core/serving/check.py` and `agreement.py` there define what has to hold.
 """
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
 
 import sys
 
@@ -26,14 +24,13 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import ServeCheckOptions
 from flows.runtime.entry import run_flow
-from tasks import serve_check as checking
-from tasks.reporting import tables
+from tasks.reporting import serve_check_tables, tables
 
 
 @run_flow("serve-check")
 def serve_check(config: RunConfig, options: ServeCheckOptions) -> dict[str, object]:
-    """Returns the comparison."""
+    """Return the comparison."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
-    result = steps.serve_check(config, options, target, dataset, directory)
-    tables.print_table(f"{config.deployment}: {directory}", checking.summary_rows(result))
+    result = steps.check_serving(config, options, target, dataset, directory)
+    tables.print_table(f"{config.deployment}: {directory}", serve_check_tables.summary_rows(result))
     return result

@@ -1,5 +1,7 @@
-"""Stage `evaluate`: real speculative decoding of prompts that the drafter never saw, against the target's
-own.
+"""Stage `evaluate`: real speculative decoding of prompts the drafter has not seen, next to plain decoding.
+
+It reruns when the drafter, the target, a prompt file (or the data set), the chat template or a setting of
+`evaluation` changes. Price: every prompt is decoded twice.
 """
 
 from __future__ import annotations
@@ -9,40 +11,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig
+from dflash_core.config import EvaluationConfig, from_dict
+from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.errors import UserError
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
 
-VALIDATION_SET = "validation"
 
-
-def prompt_sets(
+def prompt_set_digests(
     config: EvaluationConfig, dataset_digest: str | None, digests: FileDigests
 ) -> list[dict[str, str]]:
-    """Name and digest of each prompt set: the files that are named, else the prompts of the validation
-    samples of the data set.
+    """Return name and digest of each prompt set: of the prompt files, or of the data set if none are named.
 
     Raises:
-        UserError: two files of one name.
+        UserError: two files with the same name.
     """
     if not config.prompts:
         assert dataset_digest is not None
         return [{"name": VALIDATION_SET, "digest": dataset_digest}]
-    found = []
-    for name in config.prompts:
-        path = Path(name).expanduser()
-        found.append({"name": path.name.split(".")[0], "digest": digests.of(path)})
-    names = [prompt_set["name"] for prompt_set in found]
+    paths = [Path(name).expanduser() for name in config.prompts]
+    sets = [{"name": path.name.split(".")[0], "digest": digests.of(path)} for path in paths]
+    names = [prompt_set["name"] for prompt_set in sets]
     if len(set(names)) != len(names):
         raise UserError(f"evaluation.prompts: {names} is not allowed; allowed: files of different names")
-    return found
+    return sets
 
 
 @stage(
     "evaluate",
     version=7,
-    sources=("dflash_core.decoding.evaluate", "dflash_core.drafter.export", "dflash_core.data.prompts"),
+    sources=(
+        "dflash_core.decoding.evaluate",
+        "dflash_core.decoding.prompt_sets",
+        "dflash_core.drafter.export",
+    ),
     locations=("where",),
 )
 def evaluate_drafter(
@@ -59,47 +61,51 @@ def evaluate_drafter(
     batch_size: int,
     where: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes evaluation.json, one record a prompt into records.jsonl, and the plot of acceptance by
-    position.
+    """Write evaluation.json, records.jsonl (one record per prompt) and the plot of acceptance by position.
+
+    Args:
+        where: `EvaluationInputs` as JSON types.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from dflash_core.decoding.speculate import Sampling
+    from dflash_core.decoding.evaluate import decode_all
+    from dflash_core.decoding.prompt_sets import PromptSets
+    from dflash_core.decoding.sampling import Sampling
     from dflash_core.drafter.export import load_drafter
     from dflash_core.target.target import Target
-    from tasks.decoding import PromptSets, decode_all
     from tasks.reporting import plots
 
     del drafter_digest, target_fingerprint  # the key
     disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() and where["device"] != "cpu" else "cpu"
-    drafter = load_drafter(where["drafter_directory"], device=device)
+    inputs: EvaluationInputs = from_dict(EvaluationInputs, where)
+    device = "cuda" if torch.cuda.is_available() and inputs.device != "cpu" else "cpu"
+    drafter = load_drafter(inputs.drafter_directory, device=device)
     target = Target.load(
-        where["target_directory"],
+        inputs.target_directory,
         layer_ids=drafter.shape.target_layer_ids,
         device=device,
         compute_dtype=compute_dtype,
-        trust_remote_code=where["trust_remote_code"],
-        device_map=where["device_map"],
+        trust_remote_code=inputs.trust_remote_code,
+        device_map=inputs.device_map,
     )
-    sets = PromptSets(prompt_sets, num_prompts, where)
+    sets = PromptSets([prompt_set["name"] for prompt_set in prompt_sets], num_prompts, inputs)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
-    report["chat_template_digest"] = chat_template_digest  # null: the target's own
+    report["chat_template_digest"] = chat_template_digest  # null: the target's own template
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
     plots.acceptance_by_position(
         out / "acceptance.png",
-        {name: found["acceptance_by_position"] for name, found in report["sets"].items()},
+        {name: figures["acceptance_by_position"] for name, figures in report["sets"].items()},
     )
     return {"evaluation": report}
 
 
-def evaluation_inputs(
+def evaluation_key_inputs(
     config: EvaluationConfig,
     *,
     drafter_directory: Path,
@@ -108,7 +114,10 @@ def evaluation_inputs(
     chat_template: str | None,
     digests: FileDigests,
 ) -> dict[str, Any]:
-    """What decides the evaluation; `chat_template` is `data.chat_template`, which renders prompt files.
+    """Return the inputs of the stage that decide its result.
+
+    Args:
+        chat_template: `data.chat_template`, with which prompt files are rendered.
 
     Raises:
         UserError: the directory holds no exported drafter.

