@@ -236,10 +236,10 @@ def to_markdown(comparison: dict[str, Any]) -> str:
         f"Seeds: {seeds}. Bucket edges: {edges}.",
         "## Throughput and batches",
         tables.markdown_table(*table(comparison, SHOWN)),
-        "Throughput leaves out the first steps of runs with more than six; tokens are real tokens, never slots. "
-        "Capture and drafter are each measured alone. Predicted seconds are those of the cost model, "
-        "calibrated before training on a few microbatches of this data on this machine. Mixing 1 is as good as "
-        "random samples.",
+        "Throughput leaves out the first steps of runs with more than six; tokens are real tokens, never "
+        "slots. Capture and drafter are each measured alone. Predicted seconds are those of the cost model, "
+        "calibrated before training on a few microbatches of this data on this machine. Mixing 1 is as good "
+        "as random samples.",
         "![throughput](plots/throughput.png) ![efficiency](plots/efficiency_by_strategy.png)",
         "## Training",
         tables.markdown_table(*table(comparison, TRAINED)),
@@ -262,14 +262,14 @@ def _checks(comparison: dict[str, Any]) -> list[str]:
     verdict = ", so they are ranked." if comparison["ranked"] else ": too much for a ranking."
     anchors = {True: "the same for all.", False: "NOT the same.", None: "not checked."}
     level, spread = comparison["initial_loss_level"], comparison["initial_loss_spread"]
-    initial = "not checked."
+    initial = ": not checked."
     if spread is not None:
-        initial = f"{tables.show(level, 5)}, largest relative difference {spread:.1e}."
+        initial = f" over the epoch: {tables.show(level, 5)}, largest relative difference {spread:.1e}."
     tokens = f"{comparison['tokens_per_step_spread']:.2%}"
     return [
         f"Real tokens per step differ by {tokens} between strategies{verdict}",
         f"Samples and anchors of an epoch: {anchors[comparison['anchors_equal']]}",
-        f"Mean loss of the initial weights over the epoch: {initial}",
+        f"Mean loss of the initial weights{initial}",
     ]
 
 

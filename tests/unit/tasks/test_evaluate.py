@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_core.config import EvaluationConfig
-from tasks.evaluate import evaluation_inputs
+from tasks.evaluate import evaluation_key_inputs
 from tasks.storage.file_digests import FileDigests
 
 
@@ -14,7 +14,7 @@ def test_the_template_that_renders_prompt_files_decides_an_evaluation(tmp_path: 
         (tmp_path / name).write_text(name)
 
     def digest(template: str | None, *prompts: str) -> object:
-        inputs = evaluation_inputs(
+        inputs = evaluation_key_inputs(
             EvaluationConfig(prompts=prompts),
             drafter_directory=tmp_path,
             target_fingerprint="t",

@@ -1,4 +1,4 @@
-"""Counting by hand: emitted tokens / verification steps, the bonus included, nothing behind an end token."""
+"""Counting by hand: emitted tokens / verification steps, the bonus included, nothing after an end token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_core.decoding.acceptance import (
     acceptance_length,
     acceptance_report,
     bfloat16_steps,
-    compare,
+    find_divergences,
 )
 
 END = (7, 9)
@@ -23,7 +23,7 @@ def step(generation: Generation, drafts: list[int], bonus: int, limit: int = 100
 
 
 def with_steps(*emitted: int) -> Generation:
-    """A prompt whose steps emitted so many tokens each, in blocks of 4."""
+    """A prompt whose steps emitted these numbers of tokens, in blocks of 4."""
     generation = Generation()
     for count in emitted:
         step(generation, [1] * (count - 1), 1)
@@ -88,17 +88,18 @@ def test_no_step_at_all_is_one() -> None:
 
 def test_the_interval_is_of_prompts_and_always_the_same() -> None:
     generations = [with_steps(*([2] * 10)), with_steps(*([1] * 10))] * 8
-    low, high = acceptance_interval(generations, 4)
-    assert (low, high) == acceptance_interval(generations, 4)
+    mean, low, high = acceptance_interval(generations, 4)
+    assert (mean, low, high) == acceptance_interval(generations, 4)
+    assert mean == acceptance_length(generations)
     assert 1.2 < low < 1.5 < high < 1.8
-    # 16 prompts of one kind each: deviation of the mean is 0.5 / 4, half an interval 1.96 times that
+    # 16 prompts, eight of each kind: the deviation of the mean is 0.5 / 4, half an interval 1.96 times that.
     assert abs((high - low) / 2 - 1.96 * 0.125) < 0.03
-    assert acceptance_interval([with_steps(3)] * 5, 4) == (3.0, 3.0)
+    assert acceptance_interval([with_steps(3)] * 5, 4) == (3.0, 3.0, 3.0)
 
 
-def test_one_prompt_says_nothing_about_others() -> None:
-    assert acceptance_interval([with_steps(2, 2)], 8) == (1.0, 8.0)
-    assert acceptance_interval([with_steps(2, 2), Generation()], 8) == (1.0, 8.0)
+def test_one_prompt_gives_no_interval() -> None:
+    assert acceptance_interval([with_steps(2, 2)], 8) == (2.0, 1.0, 8.0)
+    assert acceptance_interval([with_steps(2, 2), Generation()], 8) == (2.0, 1.0, 8.0)
 
 
 def test_bfloat16_steps_by_hand() -> None:
@@ -106,14 +107,15 @@ def test_bfloat16_steps_by_hand() -> None:
     assert bfloat16_steps([8.0, 3.0, -3.0], [7.9375, 2.0, -3.03125]).tolist() == [1.0, 64.0, 2.0]
 
 
-def test_differences_name_the_first_token_and_its_margin() -> None:
+def test_divergences_name_the_first_token_and_its_margin() -> None:
     plain = [
         Generation([1, 2, 3], margins=[50.0, 1.5, 9.0]),
         Generation([4, 5], margins=[9.0, 80.0]),
         Generation([6]),
     ]
     speculative = [Generation([1, 8, 3]), Generation([4, 6]), Generation([6])]
-    first, second = compare(plain, speculative)
+    first, second = find_divergences(plain, speculative)
     assert (first.prompt, first.position, first.margin_steps, first.near_tie) == (0, 1, 1.5, True)
     assert (second.prompt, second.position, second.margin_steps, second.near_tie) == (1, 1, 80.0, False)
-    assert compare([Generation([1, 2], margins=[3.0, 4.0])], [Generation([1])])[0].position == 1
+    [shorter] = find_divergences([Generation([1, 2], margins=[3.0, 4.0])], [Generation([1])])
+    assert shorter.position == 1

@@ -1,0 +1,22 @@
+"""Figures as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.reporting import tables
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (None, "-"),
+        (True, "yes"),
+        (0.12345, "0.123"),
+        (12345.6, "12,346"),
+        (1234, "1,234"),
+        ([1.0, 2.0], "1.000 to 2.000"),
+    ],
+)
+def test_figures_as_text(value: object, text: str) -> None:
+    assert tables.show(value) == text
