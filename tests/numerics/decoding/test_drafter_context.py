@@ -56,7 +56,7 @@ def test_the_draft_step_is_the_training_forward(target: Target, window: int | No
 
 
 def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DFlashDrafter) -> None:
-    """Draft steps at each anchor of a sample, answers forced: as often right as the training metric reports."""
+    """Draft steps at each anchor of a sample, answers forced: right as often as in the training metric."""
     generator = torch.Generator().manual_seed(3)
     # Larger weights, so that predictions differ between positions.
     for parameter in drafter.parameters():
