@@ -291,7 +291,7 @@ def _acceptance(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recommend(result: Mapping[str, Any]) -> str:
-    """Return one sentence that recommends a strategy, or says why none is ranked first."""
+    """Return one sentence that recommends a strategy, or the reason why none is ranked."""
     table = result["strategies"]
     if not result["ranked"]:
         return (

@@ -2,7 +2,7 @@
 
 A later turn of a row needs the target's own answer to the turn before, so prompts are asked for one turn at a
 time (`PromptSets.first`, `PromptSets.following`). Validation prompts end right before the first supervised
-token, so that the target answers what the data answers.
+token: the target answers the same question as the data.
 """
 
 from __future__ import annotations

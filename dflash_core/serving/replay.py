@@ -69,14 +69,14 @@ def engine_divergences(
     """
     outputs = [[Generation(token_ids=ids) for ids in answer["token_ids"]] for answer in (plain, speculative)]
     divergences = []
-    for found in find_divergences(*outputs):
-        prefix = plain["token_ids"][found.prompt][: found.position]
-        tokens = np.array([*prompts[found.prompt], *prefix])
+    for divergence in find_divergences(*outputs):
+        prompt, position = divergence.prompt, divergence.position
+        tokens = np.array([*prompts[prompt], *plain["token_ids"][prompt][:position]])
         captured = target.capture(tokens, np.array([0, len(tokens)], dtype=np.int32), want_last_hidden=True)
         assert captured.last_hidden is not None
         best = target.logits(captured.last_hidden[-1]).float().topk(2).values.tolist()
         margin = float(bfloat16_steps(np.array(best[0]), np.array(best[1])))
-        divergences.append(Divergence(found.prompt, found.position, margin).as_dict())
+        divergences.append(Divergence(prompt, position, margin).as_dict())
     return divergences
 
 

@@ -14,11 +14,11 @@ from tests.support.compared_runs import run_metrics, summarise
 def test_throughput_leaves_out_the_first_steps() -> None:
     seconds = np.full(40, 2.0)
     seconds[:3] = 60.0  # compilation
-    found = run_statistics.throughput(run_metrics(seconds=seconds))
-    assert found["tokens_per_second"] == 50.0  # 100 tokens in 2 s
-    assert found["capture_tokens_per_second"] == 200.0
-    assert found["drafter_tokens_per_second"] == 100.0
-    assert found["capture_seconds"] == 20.0  # 40 steps of 0.5 s, all of them
+    rates = run_statistics.throughput(run_metrics(seconds=seconds))
+    assert rates["tokens_per_second"] == 50.0  # 100 tokens in 2 s
+    assert rates["capture_tokens_per_second"] == 200.0
+    assert rates["drafter_tokens_per_second"] == 100.0
+    assert rates["capture_seconds"] == 20.0  # 40 steps of 0.5 s, all of them
 
 
 def test_regression_finds_the_swings_that_lengths_explain() -> None:
@@ -39,9 +39,9 @@ def test_regression_finds_the_swings_that_lengths_explain() -> None:
 
 def test_clusters_show_in_the_lag_1_autocorrelation() -> None:
     noise = np.repeat([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0], 25)  # eight clusters of 25 steps
-    found = run_statistics.regress_on_composition(noise, np.zeros((200, 1)))
-    assert found["residual_lag1"] > 0.8
-    assert found["r2_composition"] == pytest.approx(0.0)
+    statistics = run_statistics.regress_on_composition(noise, np.zeros((200, 1)))
+    assert statistics["residual_lag1"] > 0.8
+    assert statistics["r2_composition"] == pytest.approx(0.0)
 
 
 def test_too_few_steps_give_no_statistics() -> None:
@@ -59,23 +59,23 @@ def test_steps_to_reach_uses_a_running_mean() -> None:
 
 def test_ratio_is_to_sorted_and_the_well_mixed_one_is_recommended() -> None:
     slow, fast = np.full(40, 2.0), np.full(40, 1.95)
-    found = summarise([run_metrics("sorted", seconds=fast), run_metrics("packed", seconds=slow)])
-    assert found["strategies"]["packed"]["throughput_ratio_to_sorted"] == pytest.approx(0.975)
-    assert found["ranked"]
-    assert found["recommendation"].startswith("Use packed: 50 real tokens/s, 0.98 times sorted")
-    assert "(30.00 for sorted)" in found["recommendation"]
-    assert found["initial_loss_spread"] == 0.0
+    comparison = summarise([run_metrics("sorted", seconds=fast), run_metrics("packed", seconds=slow)])
+    assert comparison["strategies"]["packed"]["throughput_ratio_to_sorted"] == pytest.approx(0.975)
+    assert comparison["ranked"]
+    assert comparison["recommendation"].startswith("Use packed: 50 real tokens/s, 0.98 times sorted")
+    assert "(30.00 for sorted)" in comparison["recommendation"]
+    assert comparison["initial_loss_spread"] == 0.0
 
 
 def test_a_strategy_that_is_much_faster_is_recommended() -> None:
-    found = summarise([run_metrics("sorted", seconds=np.full(40, 1.0)), run_metrics("packed")])
-    assert found["recommendation"].startswith("Use sorted: 100 real tokens/s")
+    comparison = summarise([run_metrics("sorted", seconds=np.full(40, 1.0)), run_metrics("packed")])
+    assert comparison["recommendation"].startswith("Use sorted: 100 real tokens/s")
 
 
 def test_no_ranking_when_steps_differ_in_size() -> None:
-    found = summarise([run_metrics("sorted"), run_metrics("packed", tokens=np.full(40, 103.0))])
-    assert not found["ranked"]
-    assert found["recommendation"].startswith("No ranking: real tokens per step differ by 3.0%")
+    comparison = summarise([run_metrics("sorted"), run_metrics("packed", tokens=np.full(40, 103.0))])
+    assert not comparison["ranked"]
+    assert comparison["recommendation"].startswith("No ranking: real tokens per step differ by 3.0%")
 
 
 def test_initial_losses_are_compared_within_a_seed() -> None:
@@ -86,6 +86,6 @@ def test_initial_losses_are_compared_within_a_seed() -> None:
 
 
 def test_figures_that_are_nan_are_null_in_json() -> None:
-    found = summarise([run_metrics("sorted", steps=5), run_metrics("packed", steps=5)])
-    assert found["strategies"]["packed"]["r2_composition"] is None
-    json.dumps(found, allow_nan=False)
+    comparison = summarise([run_metrics("sorted", steps=5), run_metrics("packed", steps=5)])
+    assert comparison["strategies"]["packed"]["r2_composition"] is None
+    json.dumps(comparison, allow_nan=False)

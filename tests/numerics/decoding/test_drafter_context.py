@@ -73,8 +73,8 @@ def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DF
             context.draft_logits(target, tokens[anchor][None], anchor[None])[0].argmax(-1)
             for anchor in anchors
         ]
-    # Half of the labels are what the drafter predicts, the rest are the data: otherwise only chance would be
-    # right.
+    # Half of the labels are what the drafter predicts, the rest are the data: otherwise only chance
+    # would be right.
     labels = tokens.clone()
     labels[6:36] = torch.stack(predictions)[:30, 0]
     rows = anchors[:, None] + torch.arange(1, BLOCK)

@@ -18,8 +18,8 @@ from tests.support.decoding_cases import PROMPTS, KnowingContext, make_drafter
 def test_bfloat16_differs_at_near_ties_alone(tiny_target_dir: Path) -> None:
     narrow = Target.load(tiny_target_dir, layer_ids=[0, 2], compute_dtype="bfloat16")
     narrow.eos_ids = ()
-    found = evaluate(narrow, make_drafter(narrow), PROMPTS, Sampling(max_new_tokens=24, batch_size=5))
-    report = found.report()
+    evaluation = evaluate(narrow, make_drafter(narrow), PROMPTS, Sampling(max_new_tokens=24, batch_size=5))
+    report = evaluation.report()
     assert report["lossless"] is True
     assert report["prompts_equal"] + report["near_ties"] == 5
     assert report["compute_dtype"] == "bfloat16"
@@ -41,8 +41,8 @@ def test_the_report_holds_sets_and_one_record_per_prompt(
     knowing.right = 1
     # The warm-up decodes the first prompt, then all come by length.
     knowing.order = [0, 4, 1, 3, 0, 2]
-    found = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=9, batch_size=5))
-    report = found.report()
+    evaluation = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=9, batch_size=5))
+    report = evaluation.report()
     assert report["acceptance_length"] == 2.0  # 8 tokens in 4 steps for each prompt
     assert report["acceptance_interval"] == [2.0, 2.0]
     assert report["steps"] == 20
@@ -50,7 +50,7 @@ def test_the_report_holds_sets_and_one_record_per_prompt(
     assert report["drafted_by_position"] == [20, 15, 15]
     assert {name: figures["prompts"] for name, figures in report["sets"].items()} == {"a": 3, "b": 2}
     assert report["lossless"] is True
-    records = found.records()
+    records = evaluation.records()
     assert [r["prompt_tokens"] for r in records] == [9, 3, 14, 6, 1]
     assert records[0]["token_ids"] == knowing.answers[0][:9]
     assert records[0]["emitted"] == [2, 2, 2, 2]

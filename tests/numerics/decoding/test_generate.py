@@ -38,11 +38,11 @@ def answers(target: Target, **settings: Any) -> dict[str, Answer | Rejection]:
 
 def test_batches_answer_as_one_by_one(target: Target) -> None:
     tokenizer = make_tiny_tokenizer()
-    found = answers(target, batch_size=3, max_new_tokens=7)
+    by_key = answers(target, batch_size=3, max_new_tokens=7)
     for request in requests(tokenizer):
         prompt = Prompt(token_ids=tuple(request.token_ids))
         [alone] = plain_decode(target, [prompt], Sampling(max_new_tokens=7)).generations
-        answer = found[request.key]
+        answer = by_key[request.key]
         assert isinstance(answer, Answer)
         text = tokenizer.decode(alone.token_ids, skip_special_tokens=True)
         assert answer.message == {"role": "assistant", "content": text.rstrip("\ufffd")}
@@ -69,5 +69,5 @@ def test_sampled_answers_depend_on_the_prompt_and_the_seed_alone(target: Target)
 
 
 def test_a_prompt_without_room_is_rejected(target: Target) -> None:
-    found = answers(target, max_new_tokens=2048)  # of 2,048 positions
-    assert {type(answer) for answer in found.values()} == {Rejection}
+    by_key = answers(target, max_new_tokens=2048)  # of 2,048 positions
+    assert {type(answer) for answer in by_key.values()} == {Rejection}

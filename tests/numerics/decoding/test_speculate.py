@@ -63,12 +63,14 @@ def test_plain_decoding_is_what_transformers_generates(
 def test_output_is_the_targets_own_with_a_random_drafter(
     target: Target, drafter: DFlashDrafter, batch_size: int
 ) -> None:
-    found = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=20, batch_size=batch_size))
-    assert found.lossless is True
-    assert found.divergences == []
-    assert [len(g.token_ids) for g in found.speculative.generations] == [20] * 5
+    evaluation = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=20, batch_size=batch_size))
+    assert evaluation.lossless is True
+    assert evaluation.divergences == []
+    assert [len(g.token_ids) for g in evaluation.speculative.generations] == [20] * 5
     alone = [plain_decode(target, [p], Sampling(max_new_tokens=20)).generations[0] for p in PROMPTS]
-    assert [g.token_ids for g in found.plain.generations] == [g.token_ids for g in alone]  # in their order
+    assert [g.token_ids for g in evaluation.plain.generations] == [
+        g.token_ids for g in alone
+    ]  # in their order
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -160,9 +162,11 @@ def test_sampling_end_to_end_is_distributed_as_the_target(monkeypatch: pytest.Mo
     third = np.array([[exact((*prompt, a, b)) for b in range(8)] for a in range(8)])
     joint = first[:, None, None] * second[:, :, None] * third
     for position, expected in enumerate([first, joint.sum((0, 2)), joint.sum((0, 1))]):
-        found = np.bincount(tokens[:, position], minlength=8)
-        chi_square = float(((found - n * expected) ** 2 / (n * expected)).sum())
-        assert chi_square < 24.3, f"position {position}: {found / n} against {expected}"  # 99.9% at 7 degrees
+        counts = np.bincount(tokens[:, position], minlength=8)
+        chi_square = float(((counts - n * expected) ** 2 / (n * expected)).sum())
+        assert chi_square < 24.3, (
+            f"position {position}: {counts / n} against {expected}"
+        )  # 99.9% at 7 degrees
 
 
 def test_a_sampled_answer_does_not_depend_on_its_batch(target: Target, drafter: DFlashDrafter) -> None:
@@ -190,10 +194,10 @@ def test_the_real_target_decodes_as_transformers_generates(smollm2_dir: Path) ->
     prompts = [Prompt(token_ids=tuple(inputs["input_ids"])) for inputs in encoded]
     real = Target.load(smollm2_dir, layer_ids=[1, 27], compute_dtype="float32")
     drafter = make_drafter(real, num_layers=1)
-    found = evaluate(real, drafter, prompts, Sampling(max_new_tokens=6, batch_size=2))
-    assert found.lossless is True
+    evaluation = evaluate(real, drafter, prompts, Sampling(max_new_tokens=6, batch_size=2))
+    assert evaluation.lossless is True
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
-    for prompt, generation in zip(prompts, found.speculative.generations):
+    for prompt, generation in zip(prompts, evaluation.speculative.generations):
         ids = torch.tensor([prompt.token_ids])
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         assert generation.token_ids == theirs[0, ids.shape[1] :].tolist()

@@ -22,8 +22,8 @@ def test_replay_along_the_targets_own_answers_takes_the_steps_of_decoding(
     given = [answer[:length] for answer, length in zip(knowing.answers, (12, 13, 9, 1, 11))]
     knowing.order = [3, 2, 4, 0, 1]  # replay takes the shortest texts together
     prompts = [prompt.token_ids for prompt in PROMPTS]
-    found = replay(target, drafter, prompts, given, batch_size=batch_size)
-    assert found == [[2] * 4, [2] * 4, [2] * 3, [], [2] * 4]  # 1 + 3 + 3 + 3 of 12, then two drafts more
+    steps = replay(target, drafter, prompts, given, batch_size=batch_size)
+    assert steps == [[2] * 4, [2] * 4, [2] * 3, [], [2] * 4]  # 1 + 3 + 3 + 3 of 12, then two drafts more
 
 
 def test_replay_judges_drafts_by_the_given_text(

@@ -43,20 +43,24 @@ ENGINE = StepCounts(steps=4000, accepted=(800, 160, 40))  # acceptance length 1.
     ],
 )
 def test_agreement_needs_every_position_and_the_length(evaluator: StepCounts, agrees: bool, why: str) -> None:
-    found = compare_counts(ENGINE, evaluator)
-    assert found["agrees"] is agrees, why
+    comparison = compare_counts(ENGINE, evaluator)
+    assert comparison["agrees"] is agrees, why
     if why.startswith("the same"):
-        assert found["length_agrees"]
-        assert [p["agrees"] for p in found["positions"]] == [False, False, False]
+        assert comparison["length_agrees"]
+        assert [p["agrees"] for p in comparison["positions"]] == [False, False, False]
     if why.startswith("5.8%"):
-        assert all(p["agrees"] for p in found["positions"])
-        assert not found["length_agrees"]
+        assert all(p["agrees"] for p in comparison["positions"])
+        assert not comparison["length_agrees"]
 
 
 def test_few_steps_prove_nothing() -> None:
     few = StepCounts(steps=2999, accepted=(600, 120, 30))
-    found = compare_counts(few, few)
-    assert (found["agrees"], found["length_agrees"], found["enough_steps"]) == (False, True, False)
+    comparison = compare_counts(few, few)
+    assert (comparison["agrees"], comparison["length_agrees"], comparison["enough_steps"]) == (
+        False,
+        True,
+        False,
+    )
 
 
 def test_a_drafter_that_drafts_nothing_agrees_with_itself_alone() -> None:

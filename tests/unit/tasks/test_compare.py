@@ -24,8 +24,8 @@ def test_source_shares_of_steps() -> None:
 
 
 def test_markdown_names_what_was_not_checked() -> None:
-    found = summarise([run_metrics("sorted"), run_metrics("packed")], initial_losses={})
-    text = compare.to_markdown(found | {"deployment": "d", "edges": [0, 9], "anchors_equal": None})
+    comparison = summarise([run_metrics("sorted"), run_metrics("packed")], initial_losses={})
+    text = compare.to_markdown(comparison | {"deployment": "d", "edges": [0, 9], "anchors_equal": None})
     assert "Mean loss of the initial weights: not checked." in text
     assert "| packed |" in text
 
@@ -54,12 +54,12 @@ def test_each_run_of_a_strategy_gets_its_own_figures_in_mlflow() -> None:
         initial=None,
     )
     run = run_metrics("packed", 1, steps=5, loss=np.array([5.0, 4.0, 3.0, 2.0, 1.0]))
-    found = compare.run_metrics({"throughput_ratio_to_sorted": None}, result, run, level=2.0, window=1)
-    assert found["final/loss_last"] == 1.0
-    assert found["final/steps_to_level"] == 4
-    assert found["final/validation_loss"] == 2.5
-    assert found["accept/position_2"] == 0.25
-    assert found["final/mixing_step"] == found["batch/mixing_step"] == 2.0
-    assert "batch/num_shapes" not in found  # charts of a few figures, not of all
-    assert "final/throughput_ratio_to_sorted" not in found  # nothing to compare with
-    assert "final/r2_composition" not in found  # too few steps
+    metrics = compare.run_metrics({"throughput_ratio_to_sorted": None}, result, run, level=2.0, window=1)
+    assert metrics["final/loss_last"] == 1.0
+    assert metrics["final/steps_to_level"] == 4
+    assert metrics["final/validation_loss"] == 2.5
+    assert metrics["accept/position_2"] == 0.25
+    assert metrics["final/mixing_step"] == metrics["batch/mixing_step"] == 2.0
+    assert "batch/num_shapes" not in metrics  # charts of a few figures, not of all
+    assert "final/throughput_ratio_to_sorted" not in metrics  # nothing to compare with
+    assert "final/r2_composition" not in metrics  # too few steps
