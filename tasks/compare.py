@@ -25,6 +25,7 @@ from tasks.plans import Lengths
 from tasks.reporting import mlflow_client, tables
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
+from tasks.storage.pointers import PlanPointer, TrainedRun
 from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 # Column of the report: figure.
@@ -66,8 +67,8 @@ class Result:
 
     strategy: str
     seed: int
-    plans: list[dict[str, Any]]
-    trained: dict[str, Any]
+    plans: list[PlanPointer]
+    trained: TrainedRun
     evaluation: dict[str, Any]
     # Of capture and drafter, by the calibrated cost model.
     predicted_seconds: float | None

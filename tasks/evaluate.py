@@ -45,13 +45,12 @@ def prompt_set_digests(
         "dflash_core.decoding.prompt_sets",
         "dflash_core.drafter.export",
     ),
+    key_only=("drafter_digest", "target_fingerprint"),
     locations=("where",),
 )
 def evaluate_drafter(
     out: Path,
     *,
-    drafter_digest: str,
-    target_fingerprint: str,
     prompt_sets: list[dict[str, str]],
     chat_template_digest: str | None,
     num_prompts: int,
@@ -76,7 +75,6 @@ def evaluate_drafter(
     from dflash_core.target.target import Target
     from tasks.reporting import plots
 
-    del drafter_digest, target_fingerprint  # the key
     disable_progress_bar()
     inputs: EvaluationInputs = from_dict(EvaluationInputs, where)
     device = "cuda" if torch.cuda.is_available() and inputs.device != "cpu" else "cpu"

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dflash_core.config import DataConfig
-from dflash_core.data.chat import ChatEncoder, Rejection
+from dflash_core.data.chat import ChatEncoder, Rejection, load_tokenizer
 from dflash_core.data.prompts import ChatPrompt, read_prompts
 from dflash_core.data.store import TokenStore
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
@@ -61,7 +60,7 @@ class PromptSets:
         if not inputs.prompt_paths:
             self.validation = _stored_prompts(inputs.shards, inputs.data, num_prompts)
             return
-        self.tokenizer = _load_tokenizer(inputs)
+        self.tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
         self.encoder = ChatEncoder(self.tokenizer, inputs.data, None)
         for name, path in zip(names, inputs.prompt_paths, strict=True):
             self.rows += [(name, prompt) for prompt in read_prompts(Path(path), limit=num_prompts)]
@@ -108,9 +107,3 @@ def _stored_prompts(shards: tuple[str, ...], data: DataConfig, limit: int) -> li
             f"files, or a data.validation_share above {data.validation_share}"
         )
     return prompts
-
-
-def _load_tokenizer(inputs: EvaluationInputs) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)

@@ -9,12 +9,13 @@ from dflash_core.config import RunConfig, to_dict
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.errors import UserError
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
-from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
+from flows.steps.common import Dataset, check_options, root_of, target_directory
 from flows.steps.data import ingest_all, prepare_target
 from tasks import evaluate as evaluation
 from tasks import serve_check
 from tasks.storage import run_directory as runs
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.pointers import EvaluationPointer, TargetPointer
 
 
 def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
@@ -35,7 +36,9 @@ def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
     return directory.resolve()
 
 
-def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Path, Pointer, Dataset | None]:
+def drafter_and_prompts(
+    config: RunConfig, options: EvaluateOptions
+) -> tuple[Path, TargetPointer, Dataset | None]:
     """Return the drafter that the options name, its target, and the data set if prompts come from it."""
     check_options(options)
     directory = drafter_directory(config, options.drafter_path)
@@ -45,7 +48,7 @@ def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Pa
 
 
 def _inputs(
-    config: RunConfig, target_pointer: Pointer, dataset: Dataset | None, drafter_directory: Path
+    config: RunConfig, target_pointer: TargetPointer, dataset: Dataset | None, drafter_directory: Path
 ) -> EvaluationInputs:
     return EvaluationInputs(
         target_directory=str(target_directory(config, target_pointer)),
@@ -66,11 +69,11 @@ def _prompt_sets(config: RunConfig, dataset: Dataset | None, digests: FileDigest
 def evaluate(
     config: RunConfig,
     options: FlowOptions,
-    target_pointer: Pointer,
+    target_pointer: TargetPointer,
     dataset: Dataset | None,
     drafter_directory: Path,
     label: str = "evaluate",
-) -> Pointer:
+) -> EvaluationPointer:
     """Evaluate an exported drafter; `dataset` may be None where prompt files are named."""
     root, digests = root_of(config), FileDigests(root_of(config))
     key_inputs = evaluation.evaluation_key_inputs(
@@ -95,7 +98,7 @@ def evaluate(
 def check_serving(
     config: RunConfig,
     options: ServeCheckOptions,
-    target_pointer: Pointer,
+    target_pointer: TargetPointer,
     dataset: Dataset | None,
     drafter_directory: Path,
 ) -> dict[str, Any]:

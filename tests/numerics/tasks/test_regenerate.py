@@ -9,7 +9,7 @@ from typing import Any
 from dflash_core.config import DataConfig, RunConfig, from_dict, to_dict
 from tasks.ingest import Source, ingest
 from tasks.regenerate import regenerate, regenerate_inputs, regenerated_data, target_for_all_files, where_of
-from tasks.storage.stages import FileDigests
+from tasks.storage.file_digests import FileDigests
 
 PROMPTS = ["def area", "for name in names:", "The target accepts the longest run it would have written", "if"]
 
@@ -35,7 +35,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
         # The second time from the answers on disk.
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
-            outputs.append(regenerate.function(tmp_path / name, **inputs, where=where))
+            outputs.append(regenerate.write(tmp_path / name, **inputs, where=where))
     first, second = outputs
     assert first["digest"] == second["digest"]
     assert (first["num_answers"], first["num_cached"], second["num_cached"]) == (4, 0, 4)
@@ -48,7 +48,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
         "seed": 0,
         "max_tokens": 6,
     }
-    shard = ingest.function(
+    shard = ingest.write(
         tmp_path,
         source_digest=first["digest"],
         source_name="a.jsonl",
