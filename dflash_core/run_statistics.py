@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ from numpy.typing import NDArray
 WARM_UP_STEPS = 3  # left out of throughput: compilation, first touches of memory
 MAX_STEP_TOKENS_SPREAD = 0.02  # above this, runs took different steps and are not ranked
 MIN_EFFICIENCY_OF_FEW_EDGES = 0.9
+
+
+class Interval(NamedTuple):
+    """A mean with its 95% confidence interval."""
+
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
