@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import DataConfig, DrafterConfig, to_dict
 from dflash_core.decoding.speculate import Prompt, Sampling, plain_decode
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from tasks.decoding import PromptSets, decode_all
-from tests.tiny_target import MASK_TOKEN_ID
 
 SAMPLING = Sampling(max_new_tokens=6, batch_size=2)
 CODE = [

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import DrafterConfig, ObjectiveConfig
 from dflash_core.decoding import speculate
 from dflash_core.decoding.evaluate import evaluate
@@ -35,7 +36,6 @@ from dflash_core.objective.loss import TargetHeads, microbatch_loss
 from dflash_core.serving import replay as replaying
 from dflash_core.serving.replay import replay
 from dflash_core.target.target import Target
-from tests.tiny_target import MASK_TOKEN_ID
 
 BLOCK = 4
 PROMPTS = [

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.errors import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
 from dflash_core.target.captured_layers import target_layer_ids
 from dflash_core.target.target import DecodeCache, Target
-from tests.tiny_target import make_tiny_target
 
 LENGTHS = [5, 1, 17, 3, 9]
 CU_SEQLENS = np.cumsum([0, *LENGTHS], dtype=np.int32)

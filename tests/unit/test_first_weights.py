@@ -13,6 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
+from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.config import DrafterConfig
 from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, drafter_shape
 from dflash_core.drafter.export import save_drafter
@@ -20,7 +21,6 @@ from dflash_core.drafter.initial_weights import counterparts, empty_model, offse
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from dflash_core.training import run as setup
-from tests.tiny_target import make_tiny_target
 from tests.training_run import write_run
 
 DEVICE = torch.device("cpu")
