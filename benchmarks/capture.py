@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from dflash_core.target.captured_layers import target_layer_ids
-from dflash_core.target.target import Target, materialise
+from dflash_core.target.materialise import materialise
+from dflash_core.target.target import Target
 
 ROOT = Path(__file__).parent.parent
 

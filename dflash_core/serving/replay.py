@@ -20,7 +20,8 @@ import torch
 
 from dflash_core.decoding.speculate import DrafterContext, accept_greedy, check_pair, rows_that_go_on
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.target.target import DecodeCache, Target
+from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.target import Target
 
 
 @torch.inference_mode()

@@ -307,7 +307,7 @@ def test_the_draft_step_is_the_training_forward(target: Target, window: int | No
     lengths = [17, 12]
     tokens = np.random.default_rng(1).integers(4, 512, size=sum(lengths))
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
-    features = target.capture(tokens, bounds).features
+    features = target.capture(tokens, bounds).hidden
     row_T = np.arange(29) - np.repeat(bounds[:-1], lengths)
     anchors = np.array([0, 1, 5, 14, 17, 20, 27])
     starts = bounds[np.searchsorted(bounds, anchors, side="right") - 1]
@@ -343,7 +343,7 @@ def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DF
     length = 60
     tokens = torch.as_tensor(np.random.default_rng(2).integers(4, 512, size=length))
     bounds = torch.tensor([0, length], dtype=torch.int32)
-    features = target.capture(tokens, bounds).features
+    features = target.capture(tokens, bounds).hidden
     anchors = torch.arange(5, 55)
     context = DrafterContext(drafter, 1, length, like=target.embed_weight)
     with torch.no_grad():
@@ -490,7 +490,7 @@ def test_replay_drafts_what_decoding_drafts(target: Target) -> None:
     while (
         len(text) < len(PROMPTS[0].token_ids) + 13
     ):  # three blocks of what the drafter says, a bonus after each
-        features = target.capture(np.array(text), np.array([0, len(text)], dtype=np.int32)).features[:-1]
+        features = target.capture(np.array(text), np.array([0, len(text)], dtype=np.int32)).hidden[:-1]
         context = DrafterContext(drafter, 1, 64, like=target.embed_weight)
         with torch.no_grad():
             context.append(features[None], torch.arange(len(text) - 1)[None])

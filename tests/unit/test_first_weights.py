@@ -124,7 +124,7 @@ def test_the_context_starts_with_the_targets_own_values(tmp_path: Path, target_d
     projection.register_forward_hook(lambda module, args, output: theirs.append(output))
     target.capture(np.arange(4, 12), np.array([0, 8], dtype=np.int32), want_last_hidden=True)
     with torch.inference_mode():
-        ours = drafter.layers[0].self_attn.v_proj(drafter.project_context(captured.features))
+        ours = drafter.layers[0].self_attn.v_proj(drafter.project_context(captured.hidden))
     torch.testing.assert_close(ours, theirs[0].reshape(ours.shape), rtol=1e-4, atol=1e-5)
 
 

@@ -107,7 +107,7 @@ def test_tokens_in_padding_change_nothing(tiny_target_dir: Path) -> None:
     handle = target.decoder.register_forward_pre_hook(fill, with_kwargs=True)
     after = target.capture(tokens, bounds, 12, want_last_hidden=True)
     handle.remove()
-    assert torch.equal(after.features, before.features)
+    assert torch.equal(after.hidden, before.hidden)
     assert torch.equal(after.last_hidden, before.last_hidden)
 
 
