@@ -36,8 +36,7 @@ from torch import Tensor
 from dflash_core.decoding.acceptance import Generation, bfloat16_steps
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
-from dflash_core.target.decode_cache import move_rows
-from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.decode_cache import DecodeCache, move_rows
 from dflash_core.target.target import Target
 
 MAX_PREFILL_TOKENS = 8192  # of prompts read in one forward pass, where there is more than one

@@ -12,6 +12,7 @@ import torch
 from dflash_core.config import RunConfig, decisive, from_dict
 from dflash_core.data.store import TokenStore
 from dflash_core.dataflow.schedule import Schedule
+from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.export import load_drafter
 from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
@@ -192,8 +193,7 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
     generator = torch.Generator().manual_seed(run.config.training.seed)
     drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
     if run.config.training.init_from is not None:
-        source = Path(run.config.training.init_from)
-        source = source / "drafter" if (source / "drafter").is_dir() else source
+        source = drafter_directory(Path(run.config.training.init_from), field="training.init_from")
         given = load_drafter(source)
         if given.shape != drafter.shape:
             old, new = (dict(vars(d.shape)) for d in (given, drafter))

@@ -10,6 +10,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from dflash_core.config import RunConfig, to_dict
+from dflash_core.drafter.compatibility import check_compatible
 from dflash_core.errors import UserError
 from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, Pointer, root_of, target_directory
@@ -29,8 +30,8 @@ def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
 
 
 def check_drafter(config: RunConfig, target_pointer: Pointer) -> None:
-    """Raises UserError where the drafter's settings don't fit the target, before data is read for hours."""
-    target.check_drafter(target_directory(config, target_pointer), config.drafter)
+    """Check the drafter's settings against the target, before hours of reading data."""
+    check_compatible(target_directory(config, target_pointer), config.drafter)
 
 
 def regenerate_all(

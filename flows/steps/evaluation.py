@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig, to_dict
-from dflash_core.errors import UserError
+from dflash_core.drafter.directory import drafter_directory
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
 from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
 from flows.steps.data import ingest_all, prepare_target
@@ -16,25 +16,17 @@ from tasks.storage import run_directory as runs
 from tasks.storage.stages import FileDigests
 
 
-def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
-    """The exported drafter at a path, a run's directory or the drafter itself; None: of the latest run.
+def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Path, Pointer, Dataset | None]:
+    """Return the drafter that the options name, its target, and the data where no prompt files are named.
+
+    Without `drafter_path` it is the drafter of the latest run.
 
     Raises:
         UserError: there is none.
     """
-    place = Path(drafter_path).expanduser() if drafter_path else runs.latest_directory(config)
-    directory = place / "drafter" if (place / "drafter").is_dir() else place
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"drafter_path: {str(place)!r} holds no drafter; allowed: a run's directory or its drafter/"
-        )
-    return directory.resolve()
-
-
-def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Path, Pointer, Dataset | None]:
-    """The drafter that the options name, its target, and the data where no prompt files are named."""
     check_options(options)
-    directory = drafter_directory(config, options.drafter_path)
+    path = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
+    directory = drafter_directory(path, field="drafter_path").resolve()
     target_pointer = prepare_target(config, options)
     dataset = None if config.evaluation.prompts else ingest_all(config, options, target_pointer)
     return directory, target_pointer, dataset

@@ -55,10 +55,17 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen3")
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=24, tie_word_embeddings=False,
-        initializer_range=0.15, eos_token_id=[2, 5],
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=24,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        eos_token_id=[2, 5],
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -71,19 +78,15 @@ def test_captured_states_equal_a_plain_forward(
     directory = {"llama": tiny_target_dir, "qwen3": qwen3_dir}[family]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     num_layers = model.config.num_hidden_layers
-    layer_ids = [
-        0,
-        2,
-        num_layers - 1,
-    ]  # the last one: raw, where transformers' own list holds the normed state
+    # The last layer's state is raw here, where transformers' own list holds the normed state.
+    layer_ids = [0, 2, num_layers - 1]
     target = Target.load(directory, layer_ids=layer_ids, compute_dtype="float32")
     tokens = random_tokens(512)
     raw, normed = plain_states(model, tokens)
     captured = target.capture(tokens, CU_SEQLENS, width, want_last_hidden=True)
     assert captured.last_hidden is not None
-    torch.testing.assert_close(
-        captured.hidden, torch.cat([raw[i] for i in layer_ids], dim=1), rtol=1e-5, atol=1e-5
-    )
+    expected = torch.cat([raw[i] for i in layer_ids], dim=1)
+    torch.testing.assert_close(captured.hidden, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(captured.last_hidden, normed, rtol=1e-5, atol=1e-5)
 
 
@@ -160,7 +163,7 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
     alone = target.capture(packed, np.array([0, 6, 11], dtype=np.int32), want_last_hidden=True)
     torch.testing.assert_close(features_T, alone.hidden)
     torch.testing.assert_close(hidden_T, alone.last_hidden)
-    # row 0 goes on from position 6, row 1 from position 3: its slots 3 and 4 count as rejected
+    # Row 0 continues from position 6, row 1 from position 3: its slots 3 and 4 count as rejected.
     starts = [6, 3]
     junk = torch.full((2, 5), 77)
     positions = torch.tensor([[s + k for k in range(5)] for s in starts])
@@ -178,21 +181,28 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
 def test_sliding_window_layers_match_transformers(tmp_path: Path) -> None:
     torch.manual_seed(2)
     config = Qwen3Config(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, initializer_range=0.2, use_sliding_window=True, sliding_window=4,
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.2,
+        use_sliding_window=True,
+        sliding_window=4,
         max_window_layers=2,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert model.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     target = Target.load(tmp_path, layer_ids=[1, 2, 3], compute_dtype="float32")
     tokens = random_tokens(512)
     raw, _ = plain_states(model, tokens)
+    expected = torch.cat([raw[i] for i in (1, 2, 3)], dim=1)
     for width in (0, 20):
         features = target.capture(tokens, CU_SEQLENS, width).hidden
-        torch.testing.assert_close(
-            features, torch.cat([raw[i] for i in (1, 2, 3)], dim=1), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_layer_ids_as_published() -> None:
@@ -202,7 +212,7 @@ def test_layer_ids_as_published() -> None:
     assert target_layer_ids(4, 1) == [2]
 
 
-def test_impossible_layer_ids_are_refused(tiny_target_dir: Path) -> None:
+def test_impossible_layer_ids_are_rejected(tiny_target_dir: Path) -> None:
     with pytest.raises(UserError, match="drafter.num_captured_layers: 5"):
         target_layer_ids(6, 5)
     for wrong in ([4], [-1, 2], [2, 1], [1, 1], []):
@@ -210,11 +220,10 @@ def test_impossible_layer_ids_are_refused(tiny_target_dir: Path) -> None:
             Target.load(tiny_target_dir, layer_ids=wrong, compute_dtype="float32")
 
 
-def test_a_target_that_mixes_outside_of_attention_is_refused_packed(tiny_target_dir: Path) -> None:
+def test_a_target_that_mixes_outside_of_attention_is_rejected_packed(tiny_target_dir: Path) -> None:
     target = Target.load(tiny_target_dir, layer_ids=[1], compute_dtype="float32")
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    )
+    config = LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
     model.config.layer_types = ["linear_attention", "full_attention"]
     hybrid = Target(model, [0], compute_dtype=torch.float32, feature_dtype=torch.float32)
     with pytest.raises(UserError, match="batching.strategy.*cannot run packed"):
@@ -244,9 +253,8 @@ def test_a_target_placed_by_a_device_map_captures_the_same(tiny_target_dir: Path
         for device_map in (None, "cpu")
     )
     assert placed.device == placed.head_weight.device == torch.device("cpu")
-    assert torch.equal(
-        placed.capture(tokens, CU_SEQLENS).hidden, plain.capture(tokens, CU_SEQLENS).hidden
-    )
+    expected = plain.capture(tokens, CU_SEQLENS).hidden
+    assert torch.equal(placed.capture(tokens, CU_SEQLENS).hidden, expected)
 
 
 def test_the_real_target_captures_as_transformers_computes(smollm2_dir: Path) -> None:
