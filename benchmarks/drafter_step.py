@@ -29,7 +29,7 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     import torch
 
     from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
-    from dflash_core.objective.loss import TargetHeads
+    from dflash_core.objective.loss import TargetEnds
 
     shape = DrafterShape(
         hidden_size=576,
@@ -56,7 +56,7 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     anchor_sample = torch.arange(samples, dtype=torch.int32).repeat_interleave(len(drawn[0]))
     mask = torch.ones(num_tokens, dtype=torch.uint8)
     inputs = (features, token_ids, mask, cu_seqlens, anchor_rows, anchor_sample)
-    return DFlashDrafter(shape, generator), TargetHeads(head, head), inputs
+    return DFlashDrafter(shape, generator), TargetEnds(head, head), inputs
 
 
 def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:

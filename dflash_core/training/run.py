@@ -19,7 +19,7 @@ from dflash_core.drafter.initial_weights import empty_model, start_from_target, 
 from dflash_core.errors import UserError
 from dflash_core.launch.process_groups import World
 from dflash_core.microbatch import FeatureSpec
-from dflash_core.objective.loss import TargetHeads
+from dflash_core.objective.loss import TargetEnds
 from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.materialise import fingerprint
@@ -164,15 +164,15 @@ def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, 
     )
 
 
-def load_heads(
+def load_ends(
     run: Run, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
-) -> TargetHeads:
+) -> TargetEnds:
     """Embedding and lm_head in the drafter's compute dtype.
 
     Without the target on this rank those two tensors alone are read, whatever its size.
     """
     if target is not None:
-        return TargetHeads(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
+        return TargetEnds(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
     model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
     names = {id(p): name for name, p in model.named_parameters()}
     wanted = [names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -184,7 +184,7 @@ def load_heads(
         )
     # Tied weights may be stored under either name.
     embed, head = (found.get(n, next(iter(found.values()))).to(device, dtype) for n in wanted)
-    return TargetHeads(embed, head)
+    return TargetEnds(embed, head)
 
 
 def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:

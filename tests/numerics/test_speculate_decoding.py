@@ -32,7 +32,8 @@ from dflash_core.decoding.speculate import (
 )
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.errors import UserError
-from dflash_core.objective.loss import TargetHeads, microbatch_loss
+from dflash_core.microbatch import Features, Microbatch
+from dflash_core.objective.loss import LossSettings, TargetEnds, microbatch_loss
 from dflash_core.serving import replay as replaying
 from dflash_core.serving.replay import replay
 from dflash_core.target.target import Target
@@ -358,21 +359,23 @@ def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DF
     labels[6:36] = torch.stack(predictions)[:30, 0]
     rows = anchors[:, None] + torch.arange(1, BLOCK)
     right = (torch.stack(predictions) == labels[rows]).sum(0)
-    sums = microbatch_loss(
-        drafter,
-        TargetHeads(target.embed_weight, target.head_weight),
-        features,
-        tokens,
-        torch.ones(length, dtype=torch.uint8),
-        bounds,
-        anchors.int(),
-        torch.zeros(len(anchors), dtype=torch.int32),
+    microbatch = Microbatch(
+        sample_rows=np.zeros(1, dtype=np.int32),
+        token_ids=tokens.numpy(),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        cu_seqlens=np.array([0, length], dtype=np.int32),
+        width=0,
+        anchors=anchors.int().numpy(),
+        anchor_sample=np.zeros(len(anchors), dtype=np.int32),
+    )
+    settings = LossSettings(
+        ends=TargetEnds(target.embed_weight, target.head_weight),
         objective=ObjectiveConfig(labels="target"),
         mask_token_id=MASK_TOKEN_ID,
         max_draft_slots=64,
-        labels_T=labels,
-        backward=False,
+        device=torch.device("cpu"),
     )
+    sums = microbatch_loss(drafter, microbatch, Features(features, labels), settings, backward=False)
     assert sums.correct_K[1:].tolist() == right.tolist()
     assert sums.count_K[1:].tolist() == [50, 50, 50]
     assert int(right[0]) >= 30

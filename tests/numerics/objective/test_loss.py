@@ -53,7 +53,7 @@ def test_stop_at_disagreement_of_a_microbatch():
     # only the block at row 2 has slots after row 3: rows 4 and 5
     labels[3] += 1
     objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
-    sums = run(drafter, case, objective, labels_T=labels, last_hidden=None)
+    sums = run(drafter, case, objective, labels_T=labels)
     # [0, 12, 7, 6] without the stop
     assert sums.count_K.tolist() == [0, 12, 6, 5]
     with pytest.raises(UserError, match="objective.stop_at_disagreement"):
@@ -105,13 +105,13 @@ def test_labels_of_the_target_come_from_the_row_before():
 def test_labels_of_the_target_are_used_and_may_be_given():
     case, drafter = make_case(), make_drafter()
     objective = ObjectiveConfig(labels="target")
-    labels = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
+    labels = target_labels(case.last_hidden, case.ends.head_VD, case.loss_mask, case.cu_seqlens)
     computed = run(drafter, case, objective, backward=False)
-    given = run(drafter, case, objective, backward=False, labels_T=labels, last_hidden=None)
+    given = run(drafter, case, objective, backward=False, labels_T=labels)
     assert_sums_close(given, computed)
     data = run(drafter, case, ObjectiveConfig(), backward=False)
     assert abs(computed.loss() - data.loss()) > 1e-3
-    same = run(drafter, case, objective, backward=False, labels_T=case.token_ids, last_hidden=None)
+    same = run(drafter, case, objective, backward=False, labels_T=case.token_ids)
     assert_sums_close(same, data)
 
 
@@ -120,11 +120,11 @@ def test_acceptance_length_by_hand():
     zeros = LossSums.zeros(4)
     counts = {"accepted_sum": 3, "accepted_square_sum": 5, "num_blocks": 3}
     sums = replace(zeros, **{name: torch.tensor(count) for name, count in counts.items()})
-    length, low, high = sums.acceptance_length()
+    length, low, high = sums.simulated_acceptance_length()
     assert length == 2
     assert high - length == pytest.approx(1.96 * math.sqrt(2 / 9))
     assert length - low == pytest.approx(high - length)
-    assert zeros.acceptance_length() == (1.0, 1.0, 1.0)
+    assert zeros.simulated_acceptance_length() == (1.0, 1.0, 1.0)
 
 
 def test_acceptance_counts_the_leading_correct_slots():
@@ -132,7 +132,7 @@ def test_acceptance_counts_the_leading_correct_slots():
     case, drafter = make_case().samples(0, 1), make_drafter()
     case.token_ids[:] = torch.tensor([4, 4, 4, 0, 0, 5, 0, 0])
     case.anchors = torch.tensor([2, 4, 6], dtype=torch.int32)
-    case.heads.head_VD.zero_()
+    case.ends.head_VD.zero_()
     sums = run(drafter, case, ObjectiveConfig())
     assert sums.correct_K.tolist() == [0, 2, 2, 1]
     assert int(sums.accepted_sum) == 2 + 0 + 1
@@ -142,7 +142,7 @@ def test_acceptance_counts_the_leading_correct_slots():
 
 def test_loss_is_the_logarithm_of_the_vocabulary_when_all_logits_are_equal():
     case, drafter = make_case(), make_drafter()
-    case.heads.head_VD.zero_()
+    case.ends.head_VD.zero_()
     for weighting in ("decay", "dpace"):
         sums = run(drafter, case, ObjectiveConfig(weighting=weighting))
         assert sums.loss() == pytest.approx(math.log(61), rel=1e-6)

@@ -12,7 +12,7 @@ from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from dflash_core.training.checkpoint import State
-from dflash_core.training.run import Run, check_fits, load_heads, load_target_config
+from dflash_core.training.run import Run, check_fits, load_ends, load_target_config
 from tests.training_run import write_run
 
 
@@ -68,7 +68,7 @@ def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_
     run = Run.load(run_dir / "run.json")
     config = load_target_config(run)
     target = Target.load(directory, layer_ids=(0, 2), compute_dtype="float32")
-    whole, alone = (load_heads(run, config, t, torch.device("cpu"), torch.float32) for t in (target, None))
+    whole, alone = (load_ends(run, config, t, torch.device("cpu"), torch.float32) for t in (target, None))
     assert torch.equal(whole.embed_VD, alone.embed_VD)
     assert torch.equal(whole.head_VD, alone.head_VD)
     assert torch.equal(whole.embed_VD, whole.head_VD) == tied
