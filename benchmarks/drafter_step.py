@@ -60,19 +60,25 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
 
 
 def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
-    from dflash_core.config import ObjectiveConfig
-    from dflash_core.objective.loss import microbatch_loss
+    import numpy as np
+    import torch
 
-    sums = microbatch_loss(
-        drafter,
-        heads,
-        *inputs,
-        objective=ObjectiveConfig(),
-        mask_token_id=3,
-        max_draft_slots=max_draft_slots,
-        backward=True,
+    from dflash_core.config import ObjectiveConfig
+    from dflash_core.microbatch import Features, Microbatch
+    from dflash_core.objective.loss import LossSettings, microbatch_loss
+
+    features, token_ids, loss_mask, cu_seqlens, anchors, anchor_sample = inputs
+    microbatch = Microbatch(
+        sample_rows=np.arange(len(cu_seqlens) - 1, dtype=np.int32),
+        token_ids=token_ids.numpy(),
+        loss_mask=loss_mask.numpy(),
+        cu_seqlens=cu_seqlens.numpy(),
+        width=0,
+        anchors=anchors.numpy(),
+        anchor_sample=anchor_sample.numpy(),
     )
-    return sums.loss()
+    settings = LossSettings(heads, ObjectiveConfig(), 3, max_draft_slots, torch.device("cpu"))
+    return microbatch_loss(drafter, microbatch, Features(features), settings, backward=True).loss()
 
 
 def dense_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
