@@ -59,7 +59,7 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     return DFlashDrafter(shape, generator), TargetEnds(head, head), inputs
 
 
-def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
+def our_step(drafter: Any, ends: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
     import numpy as np
     import torch
 
@@ -77,18 +77,18 @@ def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots:
         anchors=anchors.numpy(),
         anchor_sample=anchor_sample.numpy(),
     )
-    settings = LossSettings(heads, ObjectiveConfig(), 3, max_draft_slots, torch.device("cpu"))
+    settings = LossSettings(ends, ObjectiveConfig(), 3, max_draft_slots, torch.device("cpu"))
     return microbatch_loss(drafter, microbatch, Features(features), settings, backward=True).loss()
 
 
-def dense_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
+def dense_step(drafter: Any, ends: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
     from benchmarks.dense_drafter import dense_hidden, dense_loss
     from dflash_core.config import ObjectiveConfig
 
     features, token_ids, loss_mask, *where = inputs
     weights = dict(drafter.named_parameters())
-    hidden = dense_hidden(weights, drafter.shape, heads.embed_VD, features, token_ids, *where)
-    losses = dense_loss(hidden, heads.head_VD, token_ids, loss_mask, *where, ObjectiveConfig())
+    hidden = dense_hidden(weights, drafter.shape, ends.embed_VD, features, token_ids, *where)
+    losses = dense_loss(hidden, ends.head_VD, token_ids, loss_mask, *where, ObjectiveConfig())
     loss_sum, weight_sum, *_ = losses
     loss_sum.backward()
     return float(loss_sum.detach() / weight_sum)
@@ -104,7 +104,7 @@ def measure(
     side: str, repeats: int, samples: int, length: int, anchors: int, layers: int, slots: int
 ) -> dict[str, float]:
     """Time the steps of one side in this process."""
-    drafter, heads, inputs = make_inputs(samples, length, anchors, layers)
+    drafter, ends, inputs = make_inputs(samples, length, anchors, layers)
     step = our_step if side == "ours" else dense_step
     # libraries load and threads start before the measurement
     step(*make_inputs(1, 32, 2, 1), slots)
@@ -114,7 +114,7 @@ def measure(
     for _ in range(repeats):
         drafter.zero_grad(set_to_none=True)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        loss = step(drafter, heads, inputs, slots)
+        loss = step(drafter, ends, inputs, slots)
         seconds.append(time.perf_counter() - begin)
         cpu_seconds.append(time.process_time() - cpu_begin)
     gradient = float(sum(p.grad.double().square().sum() for p in drafter.parameters())) ** 0.5
