@@ -50,16 +50,14 @@ def machine() -> str:
 
 
 # Faster code of the measured parts is not another version: `refresh` measures again.
-@stage("calibrate", version=1, sources=("dflash_core.batching.cost",), locations=("where",))
-def calibrate(
-    out: Path,
-    *,
-    machine: str,
-    target_fingerprint: str,
-    dataset_digest: str,
-    settings: dict[str, Any],
-    where: dict[str, Any],
-) -> dict[str, Any]:
+@stage(
+    "calibrate",
+    version=1,
+    sources=("dflash_core.batching.cost",),
+    key_only=("machine", "target_fingerprint", "dataset_digest"),
+    locations=("where",),
+)
+def calibrate(out: Path, *, settings: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """Write calibration.json: measured seconds of a few microbatches, and the constants of the cost model."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -67,7 +65,6 @@ def calibrate(
     from dflash_core.training.calibrate import calibrate as measure
     from dflash_core.training.run import Run
 
-    del machine, target_fingerprint, dataset_digest  # the key
     disable_progress_bar()
     run = Run(
         directory=out,

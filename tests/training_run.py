@@ -20,7 +20,8 @@ from dflash_core.anchors import draft_slots
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
-from dflash_core.data.store import ShardWriter, TokenStore
+from dflash_core.data.shard_writer import ShardWriter
+from dflash_core.data.store import TokenStore
 from dflash_core.launch.rank_status import read_records
 
 SETTINGS: dict[str, Any] = {
