@@ -29,7 +29,7 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     import torch
 
     from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
-    from dflash_core.objective.loss import TargetHeads
+    from dflash_core.objective.loss import TargetEnds
 
     shape = DrafterShape(
         hidden_size=576,
@@ -56,33 +56,39 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     anchor_sample = torch.arange(samples, dtype=torch.int32).repeat_interleave(len(drawn[0]))
     mask = torch.ones(num_tokens, dtype=torch.uint8)
     inputs = (features, token_ids, mask, cu_seqlens, anchor_rows, anchor_sample)
-    return DFlashDrafter(shape, generator), TargetHeads(head, head), inputs
+    return DFlashDrafter(shape, generator), TargetEnds(head, head), inputs
 
 
-def our_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
+def our_step(drafter: Any, ends: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
+    import numpy as np
+    import torch
+
     from dflash_core.config import ObjectiveConfig
-    from dflash_core.objective.loss import microbatch_loss
+    from dflash_core.microbatch import Features, Microbatch
+    from dflash_core.objective.loss import LossSettings, microbatch_loss
 
-    sums = microbatch_loss(
-        drafter,
-        heads,
-        *inputs,
-        objective=ObjectiveConfig(),
-        mask_token_id=3,
-        max_draft_slots=max_draft_slots,
-        backward=True,
+    features, token_ids, loss_mask, cu_seqlens, anchors, anchor_sample = inputs
+    microbatch = Microbatch(
+        sample_rows=np.arange(len(cu_seqlens) - 1, dtype=np.int32),
+        token_ids=token_ids.numpy(),
+        loss_mask=loss_mask.numpy(),
+        cu_seqlens=cu_seqlens.numpy(),
+        width=0,
+        anchors=anchors.numpy(),
+        anchor_sample=anchor_sample.numpy(),
     )
-    return sums.loss()
+    settings = LossSettings(ends, ObjectiveConfig(), 3, max_draft_slots, torch.device("cpu"))
+    return microbatch_loss(drafter, microbatch, Features(features), settings, backward=True).loss()
 
 
-def dense_step(drafter: Any, heads: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
+def dense_step(drafter: Any, ends: Any, inputs: tuple[Any, ...], max_draft_slots: int) -> float:
     from benchmarks.dense_drafter import dense_hidden, dense_loss
     from dflash_core.config import ObjectiveConfig
 
     features, token_ids, loss_mask, *where = inputs
     weights = dict(drafter.named_parameters())
-    hidden = dense_hidden(weights, drafter.shape, heads.embed_VD, features, token_ids, *where)
-    losses = dense_loss(hidden, heads.head_VD, token_ids, loss_mask, *where, ObjectiveConfig())
+    hidden = dense_hidden(weights, drafter.shape, ends.embed_VD, features, token_ids, *where)
+    losses = dense_loss(hidden, ends.head_VD, token_ids, loss_mask, *where, ObjectiveConfig())
     loss_sum, weight_sum, *_ = losses
     loss_sum.backward()
     return float(loss_sum.detach() / weight_sum)
@@ -98,7 +104,7 @@ def measure(
     side: str, repeats: int, samples: int, length: int, anchors: int, layers: int, slots: int
 ) -> dict[str, float]:
     """Time the steps of one side in this process."""
-    drafter, heads, inputs = make_inputs(samples, length, anchors, layers)
+    drafter, ends, inputs = make_inputs(samples, length, anchors, layers)
     step = our_step if side == "ours" else dense_step
     # libraries load and threads start before the measurement
     step(*make_inputs(1, 32, 2, 1), slots)
@@ -108,7 +114,7 @@ def measure(
     for _ in range(repeats):
         drafter.zero_grad(set_to_none=True)
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        loss = step(drafter, heads, inputs, slots)
+        loss = step(drafter, ends, inputs, slots)
         seconds.append(time.perf_counter() - begin)
         cpu_seconds.append(time.process_time() - cpu_begin)
     gradient = float(sum(p.grad.double().square().sum() for p in drafter.parameters())) ** 0.5

@@ -22,9 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.tiny_target import make_tiny_target
 from tests.integration.flow_runs import BASE, small_flow, write_rows
 from tests.integration.operations import Operations
-from tests.tiny_target import make_tiny_target
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"training": {"max_steps": 3}}

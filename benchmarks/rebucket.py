@@ -14,8 +14,8 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks.support.tiny_target import make_tiny_target
 from tests.integration.flow_runs import small_flow, write_rows
-from tests.tiny_target import make_tiny_target
 
 
 def shard_times(place: Path) -> dict[str, int]:

@@ -34,7 +34,7 @@ from dflash_core.dataflow.schedule import Schedule, build_microbatch, validation
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.initial_weights import start_from_target
 from dflash_core.microbatch import FeatureSpec
-from dflash_core.objective.loss import LossArguments, LossSums, TargetHeads, loss_of
+from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
 from dflash_core.target.capture import Capture, TargetCapture
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.target import Target
@@ -90,16 +90,16 @@ class Bench:
     run: setup.Run
     schedule: Schedule
     target: Target
-    heads: TargetHeads
+    ends: TargetEnds
     capture: Capture
     validation: list[Any]  # (microbatch, features), one sample each, every eligible position an anchor
     steps: int
 
-    def arguments(self, objective: ObjectiveConfig) -> LossArguments:
+    def loss_settings(self, objective: ObjectiveConfig) -> LossSettings:
         mask_token_id = self.run.config.drafter.mask_token_id
         assert mask_token_id is not None
         slots = self.run.config.training.max_draft_slots
-        return LossArguments(self.heads, objective, mask_token_id, slots, self.target.device)
+        return LossSettings(self.ends, objective, mask_token_id, slots, self.target.device)
 
 
 def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
@@ -129,8 +129,8 @@ def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
         )
         validation.append((microbatch, alone(microbatch)))
     dtype = resolve_dtype(config.training.compute_dtype, device)
-    heads = TargetHeads(target.embed_weight.to(dtype), target.head_weight.to(dtype))
-    return Bench(run, schedule, target, heads, capture, validation, schedule.total_steps)
+    ends = TargetEnds(target.embed_weight.to(dtype), target.head_weight.to(dtype))
+    return Bench(run, schedule, target, ends, capture, validation, schedule.total_steps)
 
 
 def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
@@ -145,7 +145,7 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
     if variation.first_weights == "target":
         start_from_target(drafter, bench.run.target, bench.target.model)
     gradients, optimizer = Gradients(drafter.parameters()), build_optimizer(drafter, optimizer_config)
-    same = bench.arguments(objective)
+    loss_settings = bench.loss_settings(objective)
     for step in range(bench.steps):
         gradients.zero()
         sums = LossSums.zeros(shape.block_size, bench.target.device)
@@ -156,7 +156,9 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
             microbatch = build_microbatch(
                 schedule.store, rows, width, num_anchors=objective.num_anchors, seed=seed, epoch=epoch
             )
-            sums = sums + loss_of(drafter, microbatch, bench.capture(microbatch), same, backward=True)
+            sums = sums + microbatch_loss(
+                drafter, microbatch, bench.capture(microbatch), loss_settings, backward=True
+            )
         gradients.normalise(float(sums.weight_sum) or 1.0, optimizer_config.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, bench.steps, optimizer_config)
@@ -168,9 +170,9 @@ def measure(bench: Bench, drafter: DFlashDrafter) -> tuple[np.ndarray, np.ndarra
     """Accepted slots, blocks, weighted loss and weight of each validation sample [n, 4]; correct and
     supervised slots by position [2, K]."""
     objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
-    same, parts = bench.arguments(objective), []
+    loss_settings, parts = bench.loss_settings(objective), []
     for microbatch, features in bench.validation:
-        parts.append(loss_of(drafter, microbatch, features, same, backward=False))
+        parts.append(microbatch_loss(drafter, microbatch, features, loss_settings, backward=False))
     fields = ("accepted_sum", "num_blocks", "loss_sum", "weight_sum")
     samples = np.array([[float(getattr(s, name)) for name in fields] for s in parts])
     total = sum(parts[1:], parts[0])

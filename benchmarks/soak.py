@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil  # noqa: E402
 
+from benchmarks.support.tiny_target import make_tiny_target  # noqa: E402
 from dflash_core.launch.launcher import TrainingFailed, launch  # noqa: E402
 from dflash_core.launch.rank_status import read_records  # noqa: E402
-from tests.tiny_target import make_tiny_target  # noqa: E402
 from tests.training_run import assert_nothing_left, losses, weights, write_run  # noqa: E402
 
 SETTINGS = {

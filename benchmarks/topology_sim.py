@@ -163,10 +163,10 @@ DELAYS = {"capture": 0.006, "train": 0.004}  # seconds a token
 
 def check() -> dict[str, Any]:
     """Real processes whose captures and trainings take given times, beside the timeline of the same plan."""
+    from benchmarks.support.tiny_target import make_tiny_target
     from dflash_core.training.run import Run
     from tests.injected_faults import slow_work
     from tests.ranks import run_ranks
-    from tests.tiny_target import make_tiny_target
     from tests.training_run import read_metrics, write_run
 
     os.environ["OMP_NUM_THREADS"] = "1"

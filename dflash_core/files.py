@@ -38,7 +38,7 @@ def file_sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path` that takes its name when the body succeeds and vanishes otherwise."""
+    """Yield a temporary path next to `path` that takes its name when the body succeeds, else vanishes."""
     temporary = _temporary(path)
     try:
         yield temporary
@@ -63,13 +63,16 @@ def publish_directory(path: Path) -> Iterator[Path]:
     _remove_leftovers(path.parent)
     temporary = _temporary(path)
     temporary.mkdir()
+    old = _temporary(path)
     try:
         yield temporary
         if path.exists():
-            shutil.rmtree(path)
+            # A directory cannot be renamed over one that holds files.
+            os.replace(path, old)
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _temporary(path: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_core.config import EvaluationConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
+from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
@@ -120,7 +121,7 @@ def evaluation_key_inputs(
     Raises:
         UserError: the directory holds no exported drafter.
     """
-    files = [drafter_directory / name for name in ("config.json", "model.safetensors")]
+    files = [drafter_directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     if not all(path.is_file() for path in files):
         raise UserError(
             f"drafter: {str(drafter_directory)!r} holds no exported drafter; allowed: a run or its drafter/"

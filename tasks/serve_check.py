@@ -62,7 +62,7 @@ def check_engine(
     """
     from dflash_core.decoding.prompt_sets import PromptSets
     from dflash_core.drafter.export import load_drafter
-    from dflash_core.target.compute_dtype import resolve_dtype
+    from dflash_core.target.compute_dtype import dtype_name, resolve_dtype
 
     settings: RunConfig = from_dict(RunConfig, config)
     places: EvaluationInputs = from_dict(EvaluationInputs, inputs)
@@ -75,7 +75,7 @@ def check_engine(
         "target": places.target_directory,
         "drafter": None,
         "block_size": drafter.shape.block_size,
-        "dtype": str(resolve_dtype(dtype)).removeprefix("torch."),
+        "dtype": dtype_name(resolve_dtype(dtype)),
         "prompts": prompts,
         "max_new_tokens": evaluation.max_new_tokens,
         "max_num_seqs": max_num_seqs,

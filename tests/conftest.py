@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.tiny_target import make_tiny_target
+
 ROOT = Path(__file__).parent.parent
-from tests.tiny_target import make_tiny_target
 
 # These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
 RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
@@ -21,8 +22,8 @@ RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under xdist a file's tests stay together, for they share its fixtures.
 
-    Not by xdist_group marks: xdist 3.8 hands them on in an attribute of test items that pytest 9.2 no longer has, so
-    every test would be dealt singly.
+    Not by xdist_group marks: xdist 3.8 passes them in an attribute of test items that pytest 9.2 no longer
+    has, so every test would be scheduled alone.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -63,5 +64,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 4 layers with tokenizer and chat template; see `tests/tiny_target.py`. Read only."""
+    """A random Llama of 4 layers with tokenizer and chat template, see `make_tiny_target`. Read only."""
     return make_tiny_target(tmp_path_factory.mktemp("tiny-target"))

@@ -34,7 +34,7 @@ def out_of_memory(rank: int, *, at: int, call: int, what: str = "train") -> None
 
     if rank != at:
         return
-    owner, name = {"train": (loop, "loss_of"), "capture": (TargetCapture, "__call__")}[what]
+    owner, name = {"train": (loop, "microbatch_loss"), "capture": (TargetCapture, "__call__")}[what]
     function, calls = getattr(owner, name), 0
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
@@ -52,7 +52,7 @@ def slow_work(rank: int, *, seconds: dict[str, float]) -> None:
     from dflash_core.target.capture import TargetCapture
     from dflash_core.training import loop
 
-    for owner, name, kind in ((TargetCapture, "__call__", "capture"), (loop, "loss_of", "train")):
+    for owner, name, kind in ((TargetCapture, "__call__", "capture"), (loop, "microbatch_loss", "train")):
         setattr(owner, name, _slowed(getattr(owner, name), seconds[kind]))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID, VOCAB_SIZE
 from dflash_core.anchors import draft_slots
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
@@ -22,7 +23,6 @@ from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.data.shard_writer import ShardWriter
 from dflash_core.data.store import TokenStore
 from dflash_core.launch.rank_status import read_records
-from tests.tiny_target import MASK_TOKEN_ID, VOCAB_SIZE
 
 SETTINGS: dict[str, Any] = {
     "target": {"compute_dtype": "float32", "feature_dtype": "float32"},

@@ -1,10 +1,18 @@
-"""TODO."""
+"""A cache that keeps the target's features between epochs, in memory or on disk.
+
+Policy: the cache holds samples, not microbatches, so any plan can use it; but it fills by the microbatches of
+the first plan. A sample's states depend in the last bits on what it was captured with (matrix products round
+by shape), so a sample captured one way before a kill and another way after it would break bit-equal resume.
+With fixed groups a sample's cached states are a function of the first plan alone, and the first epoch
+captures nothing it does not train on.
+
+Price: `FeatureSpec.bytes_per_token` for each token of the samples kept. Samples beyond
+`target.cache_limit_gb` are captured in every epoch, and the start-up line counts them.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +24,24 @@ from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig, TargetConfig
 from dflash_core.dataflow.schedule import Schedule
+from dflash_core.files import bytes_digest, complete_file
 from dflash_core.microbatch import Features, FeatureSpec, Microbatch
 from dflash_core.target.capture import Capture, TargetCapture
 from dflash_core.target.target import Target
 
 
 class CaptureCache:
-    """Keeps the features of training samples in memory or on disk, up to a limit.
+    """Features of training samples, kept up to a limit.
 
-    Whether a sample is kept is a function of the first plan: groups (its microbatches, in order) as long as
-    they fit. Samples beyond the limit are captured each time, and the start-up line says how many.
+    Which samples are kept is a function of the first plan: its microbatches, in order, as long as they fit.
 
     Args:
-        directory: None keeps tensors in memory; else one safetensors file a group, written through a
-            temporary name,
-            shared by all ranks and by later runs with the same key.
+        capture: runs the target for what is not cached.
+        schedule: of the run; its first plan defines the groups.
+        spec: shapes of the features.
+        limit_gb: upper limit of the cache, 1e9 bytes each.
+        directory: None keeps tensors in memory; else one safetensors file per group, shared by all ranks and
+            by later runs with the same key.
     """
 
     def __init__(
@@ -49,10 +60,11 @@ class CaptureCache:
         sizes = sizes.astype(np.int64) * spec.bytes_per_token
         self.num_groups = int(np.searchsorted(np.cumsum(sizes), limit_gb * 1e9, side="right"))
         self.bytes = int(sizes[: self.num_groups].sum())
-        kept = int(plan.offsets[self.num_groups])
-        rows = self.store.train_indices[plan.order[:kept]]
+        num_cached = int(plan.offsets[self.num_groups])
+        rows = self.store.train_indices[plan.order[:num_cached]]
         self._group = np.full(len(self.store), -1, dtype=np.int64)
-        self._first = np.zeros(len(self.store), dtype=np.int64)  # of the sample within its group
+        # The sample's first token within its group.
+        self._first = np.zeros(len(self.store), dtype=np.int64)
         for group in range(self.num_groups):
             members = rows[plan.offsets[group] : plan.offsets[group + 1]]
             lengths = self.store.lengths[members].astype(np.int64)
@@ -62,7 +74,7 @@ class CaptureCache:
             directory.mkdir(parents=True, exist_ok=True)
         where = "memory" if directory is None else str(directory)
         self.description = (
-            f"capture cache: {kept} of {len(plan.order)} samples, {self.bytes / 1e9:.2f} GB in {where} "
+            f"capture cache: {num_cached} of {len(plan.order)} samples, {self.bytes / 1e9:.2f} GB in {where} "
             f"(target.cache_limit_gb {limit_gb:g})"
         )
 
@@ -75,16 +87,15 @@ class CaptureCache:
         if len(absent):
             rows = microbatch.sample_rows[absent]
             tokens = self._run(rows, microbatch.width)
-            ends = np.cumsum(self.store.lengths[rows])
-            for i, end in zip(absent, ends):
+            for i, end in zip(absent, np.cumsum(self.store.lengths[rows])):
                 begin = end - self.store.lengths[microbatch.sample_rows[i]]
                 parts[i] = [t[begin:end] for t in tokens.tensors()]
         for group in np.unique(groups[groups >= 0]):
             members = np.flatnonzero(groups == group)
-            bounds = [
-                (int(self._first[row]), int(self._first[row] + self.store.lengths[row]))
-                for row in microbatch.sample_rows[members]
-            ]
+            member_rows = microbatch.sample_rows[members]
+            starts = self._first[member_rows]
+            ends = starts + self.store.lengths[member_rows]
+            bounds = list(zip(starts.tolist(), ends.tolist()))
             for i, tensors in zip(members, self._read(int(group), bounds)):
                 parts[i] = tensors
         return self._assemble([torch.cat(column) for column in zip(*parts)])
@@ -99,7 +110,7 @@ class CaptureCache:
         return self.capture.run(token_ids.astype(np.int64), loss_mask, cu_seqlens.astype(np.int32), width)
 
     def _read(self, group: int, bounds: list[tuple[int, int]]) -> list[list[Tensor]]:
-        """Slices of a group's tensors, capturing the group first when it is not there."""
+        """Return slices of a group's tensors; capture the group first when it is not cached."""
         if self.directory is None:
             if group not in self._memory:
                 self._memory[group] = self._run(*self.schedule.rows(0, group))
@@ -107,9 +118,9 @@ class CaptureCache:
         path = self.directory / f"group-{group:06d}.safetensors"
         if not path.exists():
             features = self._run(*self.schedule.rows(0, group))
-            partial = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file({str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}, partial)
-            os.replace(partial, path)
+            tensors = {str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}
+            with complete_file(path) as temporary:
+                save_file(tensors, temporary)
         device = self.capture.target.device
         with safe_open(path, framework="pt") as file:
             slices = [file.get_slice(name) for name in sorted(file.keys())]
@@ -125,7 +136,7 @@ def make_capture(
     cache_root: Path,
     fingerprint: str,
 ) -> tuple[Capture, str]:
-    """The capture that `target.cache` asks for, and a line about the cache ("" without one).
+    """Return the capture that `target.cache` asks for, and a line about the cache ("" without one).
 
     A directory on disk is named by all that decides the states.
     """
@@ -136,7 +147,6 @@ def make_capture(
     if config.cache == "disk":
         decides = [fingerprint, list(target.layer_ids), str(spec), str(target.compute_dtype)]
         decides += [schedule.store.digest, schedule.digests[0]]
-        key = hashlib.blake2b(json.dumps(decides).encode(), digest_size=16).hexdigest()
-        directory = cache_root / key
+        directory = cache_root / bytes_digest(json.dumps(decides).encode())
     cache = CaptureCache(capture, schedule, spec, config.cache_limit_gb, directory)
     return cache, cache.description

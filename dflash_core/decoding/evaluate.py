@@ -25,6 +25,7 @@ from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Decoded, Prompt, plain_decode, speculative_decode
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
+from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
 
 
@@ -86,7 +87,7 @@ class Evaluation:
             "max_new_tokens": self.sampling.max_new_tokens,
             "temperature": self.sampling.temperature,
             "batch_size": self.sampling.batch_size,
-            "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
+            "compute_dtype": dtype_name(self.compute_dtype),
             **{
                 name: {key: acceptance_report(group, self.block_size) for key, group in by_key.items()}
                 for name, by_key in groups.items()

@@ -1,6 +1,6 @@
 """The drafter: a small non-causal Qwen3-style stack that reads the target's hidden states (arXiv 2602.06036).
 
-No embedding and no head of its own: block tokens are embedded by the target, logits come from the target's
+It has no embedding and no lm_head: block tokens are embedded by the target, logits come from the target's
 lm_head. Tensor names are those of the checkpoints that z-lab/dflash, SGLang and vLLM load.
 
 A microbatch is three calls, so that the context is projected once however many chunks its blocks go through:
@@ -37,7 +37,7 @@ LayerContext = tuple[Tensor, Tensor]  # k_TGH and v_TGH of one layer
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """All that a drafter is besides its weights; what `config.json` of an exported drafter says."""
+    """Everything about a drafter except its weights: the content of `config.json` of an exported drafter."""
 
     hidden_size: int
     intermediate_size: int
@@ -75,7 +75,7 @@ class DrafterShape:
 def drafter_shape(
     target_config: Any, config: DrafterConfig, target_layer_ids: tuple[int, ...]
 ) -> DrafterShape:
-    """Shape of the drafter of a target: what `config` leaves open is taken from the target.
+    """Return the shape of a target's drafter; what `config` leaves open is taken from the target.
 
     Args:
         target_config: transformers configuration of the target (its text part for multimodal models).
@@ -84,8 +84,7 @@ def drafter_shape(
 
     Raises:
         UserError: no mask token, an impossible shape, or a target whose rotary embedding is partial or
-            scaled: serving code rotates the drafter by rope_theta alone, so training would differ from
-            serving.
+            scaled: serving code rotates by rope_theta alone, so training would differ from serving.
     """
     target = target_config.get_text_config() if hasattr(target_config, "get_text_config") else target_config
     if config.mask_token_id is None:
@@ -115,12 +114,12 @@ def drafter_shape(
 
 
 def head_size(target: Any) -> int:
-    """Dimensions of a head of the target."""
+    """Return the dimensions of one attention head of the target."""
     return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
 
 
 def plain_rope_theta(target: Any) -> float:
-    """rope_theta of a target with plain, full rotary embedding.
+    """Return rope_theta of a target with plain, full rotary embedding.
 
     Reads both layouts of transformers: `rope_parameters` (5.x) and `rope_theta` with `rope_scaling` (4.x).
 
@@ -132,7 +131,7 @@ def plain_rope_theta(target: Any) -> float:
     share = parameters.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", None))
     share = getattr(target, "rotary_pct", None) if share is None else share  # its older name
     if share is None and (rotated := getattr(target, "rotary_dim", None)) is not None:
-        share = rotated / head_size(target)  # said in dimensions
+        share = rotated / head_size(target)  # given in dimensions
     theta = parameters.get("rope_theta", getattr(target, "rope_theta", None))
     if any(isinstance(value, dict) for value in parameters.values()):
         raise UserError(
@@ -171,14 +170,14 @@ class Linear(nn.Linear):
 
 
 def rotary_tables(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, [..., 1, H / 2], for positions [...]; angles in float32."""
+    """Return cos and sin of the rotary angles, [..., 1, H / 2], of positions [...]; angles in float32."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position.device) / head_dim
     angle = position.to(torch.float32)[..., None, None] * theta**-exponent
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout of Llama and Qwen: dimension i pairs with i + H / 2."""
+    """Rotate in the half-split layout of Llama and Qwen: dimension i pairs with i + H / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -198,7 +197,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> LayerContext:
-        """Rotated keys and plain values [..., G, H] of inputs [..., D]."""
+        """Return rotated keys and plain values [..., G, H] of inputs [..., D]."""
         k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), cos, sin), v
 
@@ -211,7 +210,7 @@ class Attention(nn.Module):
         anchor_A: Tensor,
         keep_P: Tensor | None = None,
     ) -> Tensor:
-        """[A, K, D], or [P, D] of the slots to keep."""
+        """Return [A, K, D], or [P, D] of the slots to keep."""
         q_AKNH = self.q_proj(x_AKD).unflatten(-1, (-1, self.head_dim))
         q_AKNH = rotate(self.q_norm(q_AKNH), *tables)
         k_AKGH, v_AKGH = self.keys_values(x_AKD, *tables)
@@ -259,16 +258,15 @@ class DrafterLayer(nn.Module):
         anchor_A: Tensor,
         keep_P: Tensor | None = None,
     ) -> Tensor:
-        """[A, K, D], or [P, D] of the slots to keep."""
-        attended = self.self_attn(
-            self.input_layernorm(x_AKD), context, tables, context_start_A, anchor_A, keep_P
-        )
+        """Return [A, K, D], or [P, D] of the slots to keep."""
+        normed_AKD = self.input_layernorm(x_AKD)
+        attended = self.self_attn(normed_AKD, context, tables, context_start_A, anchor_A, keep_P)
         x = _keep(x_AKD, keep_P) + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def _keep(x_AKD: Tensor, keep_P: Tensor | None) -> Tensor:
-    """Slots by flat index, or all of them as they are."""
+    """Select slots by flat index; None returns all of them as they are."""
     return x_AKD if keep_P is None else x_AKD.flatten(0, 1).index_select(0, keep_P)
 
 
@@ -276,9 +274,9 @@ class DFlashDrafter(nn.Module):
     """The trainable part of DFlash.
 
     Args:
-        shape: sizes and what serving must know.
-        generator: of the initial weights (linear maps normal with deviation 0.02, norms 1); None: seed 0.
-            The same seed gives the same weights on every device, since they are drawn on CPU.
+        shape: sizes, and what serving must know.
+        generator: of the initial weights (linear maps normal with deviation 0.02, norms 1); None: seed 0. The
+            same seed gives the same weights on every device, since they are drawn on CPU.
     """
 
     def __init__(self, shape: DrafterShape, generator: torch.Generator | None = None) -> None:
@@ -294,11 +292,11 @@ class DFlashDrafter(nn.Module):
                 nn.init.normal_(module.weight, std=0.02, generator=generator)
 
     def project_context(self, features: Tensor) -> Tensor:
-        """The target's captured states [T, L * D] as the context [T, D] that all layers share."""
+        """Project the target's captured states [T, L * D] to the context [T, D] that all layers share."""
         return self.hidden_norm(self.fc(features))
 
     def project_layers(self, context_TD: Tensor, position_T: Tensor) -> list[LayerContext]:
-        """Keys (rotated at positions in the sample) and values of the context for each layer."""
+        """Return keys (rotated at positions in the sample) and values of the context for each layer."""
         tables = self._tables(position_T, context_TD.dtype)
         layers = cast(Iterable[DrafterLayer], self.layers)
         return [layer.self_attn.keys_values(context_TD, *tables) for layer in layers]
@@ -312,7 +310,7 @@ class DFlashDrafter(nn.Module):
         anchor_A: Tensor,
         keep_P: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states of blocks, after the last norm: what the target's lm_head reads.
+        """Return final hidden states of blocks, after the last norm: the input of the target's lm_head.
 
         Args:
             embeds_AKD: the target's embeddings of [anchor token, MASK x (K - 1)].
@@ -321,7 +319,7 @@ class DFlashDrafter(nn.Module):
             anchor_A: int32, packed row of the block's anchor. Non-decreasing. Slot k stands at position
                 anchor - context_start + k, past the sample's end too.
             keep_P: None, or flat indices a * K + k of the slots whose final state is wanted: the last layer's
-                MLP, most of its cost, runs for these alone. All slots are attended to as ever.
+                MLP, most of its cost, runs for these alone. All slots are still attended to.
 
         Returns:
             hidden_AKD, or [P, D] of the slots to keep. Slot k predicts the token at position k of the block,
@@ -336,7 +334,7 @@ class DFlashDrafter(nn.Module):
         return self.norm(x_AKD)
 
     def num_parameters(self) -> int:
-        """Trainable weights."""
+        """Return the number of trainable weights."""
         return sum(math.prod(p.shape) for p in self.parameters())
 
     def _tables(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

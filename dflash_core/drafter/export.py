@@ -1,16 +1,15 @@
 """A drafter as a directory that z-lab's code, SGLang and vLLM load: config.json and model.safetensors.
 
-`config.json` says everything that drafting depends on, twice where readers look in two places (`block_size`,
-`rope_theta`). A reader that has to guess the captured layers, the mask token or the block size drafts badly
-without any error, so loading refuses a directory that leaves one out.
+Policy: `config.json` holds everything that drafting depends on, twice where readers look in two places
+(`block_size`, `rope_theta`). A reader that has to guess the captured layers, the mask token or the block size
+drafts badly without any error, so loading rejects a directory that leaves one out.
+
+Guarantee: a directory appears complete or not at all, and outputs are bit-equal after a reload.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, plain_rope_theta
 from dflash_core.errors import UserError
+from dflash_core.files import publish_directory
+from dflash_core.target.compute_dtype import dtype_name
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-SIZES = {  # key of config.json -> field of DrafterShape
+# Key of config.json -> field of DrafterShape.
+SIZES = {
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers",
@@ -38,7 +40,7 @@ SIZES = {  # key of config.json -> field of DrafterShape
 
 
 def drafter_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """Return the content of `config.json`."""
     sliding = shape.sliding_window is not None
     return {
         "architectures": ["DFlashDraftModel"],
@@ -61,7 +63,7 @@ def drafter_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
 
 
@@ -69,8 +71,7 @@ def save_drafter(drafter: DFlashDrafter, directory: str | Path, *, dtype: torch.
     """Write `config.json` and `model.safetensors` into `directory`, complete or not at all; replaces it.
 
     Args:
-        drafter: weights may be sharded (FSDP2): then every rank calls this, and each writes what it is told
-            to.
+        drafter: with whole weights; gather sharded ones with `full_weights` first.
         directory: under its final name only when complete.
         dtype: of the stored weights; None: as they are (float32 masters), so that a reload is bit-equal.
     """
@@ -79,22 +80,13 @@ def save_drafter(drafter: DFlashDrafter, directory: str | Path, *, dtype: torch.
         for name, tensor in drafter.state_dict().items()
     }
     stored = dtype or next(iter(weights.values())).dtype
-    out = Path(directory)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with publish_directory(Path(directory)) as staging:
         save_file(weights, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         (staging / CONFIG_FILE).write_text(json.dumps(drafter_config(drafter.shape, stored), indent=2) + "\n")
+        # Readable like any other file: safetensors makes its own private.
         staging.chmod(0o755)
         for path in staging.iterdir():
             path.chmod(0o644)
-        old = staging.with_name(f"{staging.name}.old")
-        if out.exists():
-            os.replace(out, old)  # a directory cannot be renamed over one that holds files
-        os.replace(staging, out)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -> DFlashDrafter:
@@ -121,11 +113,11 @@ def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -
     except (OSError, SafetensorError) as error:
         raise UserError(f"{weights_path}: cannot be read ({error}); allowed: safetensors weights") from error
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if wrong := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
+    stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if wrong := sorted(name for name in expected | stored if expected.get(name) != stored.get(name)):
         name = wrong[0]
         raise UserError(
-            f"{weights_path}: {name} is {found.get(name, 'missing')}; allowed by {CONFIG_FILE}: "
+            f"{weights_path}: {name} is {stored.get(name, 'missing')}; allowed by {CONFIG_FILE}: "
             f"{expected.get(name, 'no such tensor')} ({len(wrong)} tensors do not fit)"
         )
     drafter.load_state_dict(weights, assign=True)
@@ -133,7 +125,7 @@ def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -
 
 
 def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
-    """Nothing is defaulted: each value is in the file, or loading fails naming its key."""
+    """Read the shape from `config.json`; no value is defaulted, a missing one is an error with its key."""
     inner = config.get("dflash_config") or {}
 
     def need(holder: dict[str, Any], key: str, label: str) -> Any:

@@ -1,18 +1,20 @@
-"""Attention of the target under our control: packed, padded without a mask, and decoding with a ragged cache.
+"""Attention of the target with our own masking rules: packed, padded without a mask, and decoding.
 
 `transformers` calls `attention` through `AttentionInterface`; the mask function registered under the same
 name returns None, so no model ever builds a mask tensor. What a query may see is decided here, in three
 cases:
 
 * `cu_seq_lens_q` given: samples lie one after another in one row; each attends to itself alone, causally. On
-  CUDA this is one `varlen_attn` call, elsewhere one SDPA call a sample, so the price is the sum of S^2, not
+  CUDA this is one `varlen_attn` call, elsewhere one SDPA call per sample, so the price is the sum of S^2, not
   T^2.
-* `decode_cache` given: a few new tokens a row, at explicit positions, over that row's cached keys
+* `decode_cache` given: a few new tokens per row, at explicit positions, over that row's cached keys
   (`DecodeCache`); with `cu_seq_lens_q` too, whole prompts, packed, whose keys are kept for later.
 * neither: rows are whole samples, padded on the right; causality alone keeps real tokens from seeing padding.
 
+Guarantee: in all three a token sees what it would see in a plain causal forward of its sample alone.
+
 Shape letters: B rows, N query heads, G key/value heads, H head dim, S sequence, T packed tokens, K new tokens
-a row.
+per row.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from dflash_core.errors import UserError
 from dflash_core.target.decode_cache import DecodeCache
 
-ATTENTION_NAME = "packed_capture"  # a name with "flash" in it would be taken for a flash attention package
+# A name with "flash" in it would be taken for a flash attention package.
+ATTENTION_NAME = "packed_capture"
 
 
 @functools.cache
 def _varlen_attn() -> Any:
-    """torch's packed attention, or None where this torch has none; its import takes seconds."""
+    """Return torch's packed attention, or None where this torch has none; its import takes seconds."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -53,7 +56,7 @@ def attention(
     decode_cache: DecodeCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind `AttentionInterface`: query [B, N, S, H], key, value [B, G, S, H] -> [B, S, N, H].
+    """Compute query [B, N, S, H], key, value [B, G, S, H] -> [B, S, N, H], as `AttentionInterface` calls it.
 
     Raises:
         UserError: the target's attention has a term that is not computed here (soft cap, sinks).
@@ -87,10 +90,10 @@ def attention(
 def _decode(
     query_BNKH: torch.Tensor, cache: DecodeCache, layer: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """New tokens over their rows of the cache, [B, K, N, H].
+    """Attend from new tokens to their rows of the cache, [B, K, N, H].
 
-    Query heads that share a key head are laid side by side as more queries of it: the cache is read as it lies,
-    where grouped attention would copy it once a query head.
+    Query heads that share a key head are laid side by side as more queries of it: the cache is read in place,
+    where grouped attention would copy it once per query head.
     """
     keys, values = cache.visible(layer)
     num_groups, (_, num_heads, num_new, _) = keys.shape[1], query_BNKH.shape
@@ -104,7 +107,10 @@ def _decode(
 def _varlen_options(
     query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None
 ) -> dict[str, Any] | None:
-    """Keywords of `varlen_attn` for this torch (they grew by release), or None where it cannot do it."""
+    """Return the keywords of `varlen_attn` for this torch, or None where it cannot do it.
+
+    They grew from release to release.
+    """
     if query.dtype not in (torch.bfloat16, torch.float16) or _varlen_attn() is None:
         return None
     known = inspect.signature(_varlen_attn()).parameters
@@ -112,7 +118,8 @@ def _varlen_options(
     if (window is not None and "window_size" not in known) or not (plain_scale or "scale" in known):
         return None
     options: dict[str, Any] = {}
-    if "window_size" in known:  # (tokens to the left, to the right)
+    if "window_size" in known:
+        # (tokens to the left, tokens to the right)
         options["window_size"] = (-1 if window is None else window - 1, 0)
     else:
         options["is_causal"] = True

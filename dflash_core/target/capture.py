@@ -1,16 +1,12 @@
-"""What training reads of the target for a microbatch, and the optional cache that keeps it between epochs.
+"""Capture: the target's features of a microbatch, as training reads them.
 
-The cache holds samples, not microbatches, so any plan can use it; but it fills by the microbatches of the
-first plan. A sample's states depend in the last bits on what it was captured with (matrix products round by
-shape), so a sample captured one way before a kill and another way after it would break bit-equal resume. With
-fixed groups a sample's cached states are a function of the first plan alone, and the first epoch captures
-nothing it does not train on.
-
-Shape letters: T packed tokens, F = captured layers x target width, D target width.
+Policy: one forward of the target per microbatch. It stops behind the last captured layer when labels are the
+data's tokens, and runs all layers when the objective needs the target's labels or its last hidden state.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -30,7 +26,7 @@ class Capture(Protocol):
 
 
 class TargetCapture:
-    """Runs the target: only up to the last captured layer when labels are the data's tokens."""
+    """Capture by running the target."""
 
     def __init__(self, target: Target, objective: ObjectiveConfig) -> None:
         self.target = target
@@ -46,14 +42,15 @@ class TargetCapture:
         cu_seqlens: NDArray[np.int32],
         width: int,
     ) -> Features:
-        captured = self.target.capture(
-            token_ids, cu_seqlens, width, want_last_hidden=self.want_labels or self.want_last
-        )
-        labels = None
+        """Return the features of samples that need no anchors; arguments as in `Microbatch`."""
+        want_last_hidden = self.want_labels or self.want_last
+        features = self.target.capture(token_ids, cu_seqlens, width, want_last_hidden=want_last_hidden)
         if self.want_labels:
-            assert captured.last_hidden is not None
-            device = captured.last_hidden.device
+            assert features.last_hidden is not None
+            device = features.last_hidden.device
             mask, bounds = torch.from_numpy(loss_mask).to(device), torch.from_numpy(cu_seqlens).to(device)
-            labels = target_labels(captured.last_hidden, self.target.head_weight, mask, bounds)
-        last_hidden = captured.last_hidden if self.want_last else None
-        return Features(captured.features, labels, last_hidden).ready_for_backward()
+            labels = target_labels(features.last_hidden, self.target.head_weight, mask, bounds)
+            features = replace(features, labels=labels)
+        if not self.want_last:
+            features = replace(features, last_hidden=None)
+        return features.ready_for_backward()

@@ -1,4 +1,14 @@
-"""TODO."""
+"""Keys and values of the target for decoding rows of different lengths.
+
+Policy: slot p of a row holds the token at position p. Prompts arrive packed, without padding, in any rows
+(`begin_packed`); later tokens a few per row, in rows 0..B-1 (`begin`). A verification pass writes its whole
+block. Rejected tokens then lie above the row's length, where no later query looks before they are
+overwritten, so nothing is ever cropped, and a row whose answer has ended takes the next prompt.
+
+Price: buffers are allocated once, at their full size: rows x slots x layers.
+
+Shape letters: B rows, G key/value heads, H head dim, T packed tokens, K new tokens per row.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +19,19 @@ import torch
 
 @dataclass
 class DecodeCache:
-    """Keys and values of every layer, addressed by row and position, for rows of different lengths.
-
-    Slot p of a row holds the token at position p. Prompts arrive packed, without padding, in any rows
-    (`begin_packed`); later tokens a few a row, in rows 0..B-1 (`begin`). A verification pass writes its whole
-    block; what is then rejected lies above the row's length, where no later query looks before it is overwritten,
-    so nothing is ever cropped, and a row that came free takes the next prompt. Buffers are made once, at their
-    full size.
-    """
+    """Keys and values of every layer, addressed by row and position."""
 
     num_rows: int  # at most
     num_slots: int
-    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # [rows * slots, G, H]
+    # By layer: keys and values, each [rows * slots, G, H].
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def begin_packed(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> None:
-        """Say which row and position each token of the coming packed forward has."""
+        """Set the row and the position of each token of the next packed forward."""
         self.written = rows_T * self.num_slots + positions_T
 
     def begin(self, positions_BK: torch.Tensor) -> None:
-        """Say where the tokens of the coming forward stand, in rows 0..B-1."""
+        """Set the positions of the tokens of the next forward, in rows 0..B-1."""
         self.positions_BK = positions_BK
         self.end = int(positions_BK.max()) + 1
         assert self.end <= self.num_slots, f"position {self.end - 1} in a cache of {self.num_slots} slots"
@@ -38,7 +42,7 @@ class DecodeCache:
     def store(self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor) -> None:
         """Store the new keys and values, packed ones as [1, G, T, H]."""
         if layer not in self.layers:
-            # zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN
+            # Zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN.
             self.layers[layer] = tuple(  # type: ignore[assignment]
                 x.new_zeros(self.num_rows * self.num_slots, x.shape[1], x.shape[3])
                 for x in (key_BGKH, value_BGKH)
@@ -47,7 +51,7 @@ class DecodeCache:
             buffer.index_copy_(0, self.written, new.transpose(1, 2).flatten(0, 1))
 
     def visible(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [B, G, slots, H] over all that may be seen now."""
+        """Return views [B, G, slots, H] of the keys and values up to the last position in use."""
         keys, values = (
             x.unflatten(0, (-1, self.num_slots))[: len(self.positions_BK), : self.end].transpose(1, 2)
             for x in self.layers[layer]
@@ -55,8 +59,9 @@ class DecodeCache:
         return keys, values
 
     def mask(self, repeats: int, window: int | None) -> torch.Tensor:
-        """What each new token sees of its row's slots, bool [B, 1, repeats * K, slots]: the K tokens `repeats`
-        times over.
+        """Return which slots of its row each new token sees, bool [B, 1, repeats * K, slots].
+
+        The K tokens stand there `repeats` times.
         """
         if (repeats, window) not in self._masks:
             slots = torch.arange(self.end, device=self.positions_BK.device)
@@ -68,14 +73,14 @@ class DecodeCache:
         return self._masks[repeats, window]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row rows[i] was; rows[i] is i, or a row behind the last that stays."""
+        """Move row rows[i] to row i; rows[i] is i, or a row behind the last one that stays."""
         for buffers in self.layers.values():
             for buffer in buffers:
                 move_rows(buffer.unflatten(0, (-1, self.num_slots)), rows)
 
 
 def move_rows(buffer: torch.Tensor, rows: torch.Tensor) -> None:
-    """In place, buffer[i] = buffer[rows[i]] where the two differ."""
+    """Set buffer[i] = buffer[rows[i]], in place, where i and rows[i] differ."""
     places = torch.arange(len(rows), device=rows.device)
     moved = rows != places
     buffer[places[moved]] = buffer[rows[moved]]

@@ -1,4 +1,11 @@
-"""TODO."""
+"""Labels that are the target's own tokens instead of the data's.
+
+Policy: capture computes them, next to the states, because the full [T, V] logits are never stored: only rows
+that can be labels go through lm_head, tile by tile.
+
+Price: one pass over lm_head per supervised token, and all layers of the target, where capture would otherwise
+stop after the last captured one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from dflash_core.kernels.linear_cross_entropy import linear_argmax
 
 
 def target_labels(last_hidden_TD: Tensor, head_VD: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The target's own token for each row that can be a label, int64 [T]; -1 elsewhere.
+    """Return the target's own token for each row that can be a label, int64 [T]; -1 elsewhere.
 
     Row p gets argmax(head @ last_hidden[p - 1]): what the target puts after the data's tokens up to p - 1.
     Rows that can be labels are supervised and follow a supervised row of the same sample (an anchor is

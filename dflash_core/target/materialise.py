@@ -1,7 +1,8 @@
 """A target as a plain local directory: safetensors weights, configs, tokenizer with its chat template.
 
 Whatever name a run gives (the alias of a model shipped inside a Python package, a GGUF file, a directory, a
-hub name), later stages read one directory that needs no network, and know it by a digest of its contents.
+hub name), later stages read one directory that needs no network, and know it by a digest of its contents. The
+directory appears complete or not at all.
 
 Weights from GGUF are dequantised and stored in bfloat16: half the size of float32, and a run in either dtype,
 and every serving engine, then computes with the very same weights.
@@ -16,17 +17,16 @@ import importlib.util
 import io
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 
 from dflash_core.errors import UserError
+from dflash_core.files import publish_directory
 
 # alias -> (package, file inside it, how to install it)
 PACKAGED = {
@@ -40,6 +40,8 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.t
 
 
 class Materialised(NamedTuple):
+    """A target's directory and its identity."""
+
     directory: Path
     fingerprint: str  # digest of the contents, 32 hex digits
 
@@ -66,31 +68,18 @@ def materialise(
         UserError: no such model, a missing package, or a directory without a causal language model.
     """
     out = Path(out_dir)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with publish_directory(out) as staging:
         _write(name, staging, revision, trust_remote_code, dtype)
         check_directory(staging, name)
         digest = fingerprint(staging)
-        for path in (
-            staging,
-            *staging.iterdir(),
-        ):  # readable as any other file; made private by their writers
+        # Readable like any other file: some writers make theirs private.
+        for path in (staging, *staging.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        if out.exists():
-            doomed = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
-            os.replace(out, doomed)  # an empty directory gives way
-            os.replace(staging, out)
-            shutil.rmtree(doomed)
-        else:
-            os.replace(staging, out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return Materialised(out, digest)
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Digest of the names and contents of the files directly inside `directory` (blake2b, 32 hex digits)."""
+    """Return the digest of the names and contents of the files directly inside `directory`, 32 hex digits."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(directory).iterdir()):
         if path.is_file():
@@ -102,7 +91,11 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def check_directory(directory: Path, name: str) -> None:
-    """Refuse, before any training, a target that cannot be one."""
+    """Reject a directory that cannot be a target, before any training.
+
+    Raises:
+        UserError: configuration, tokenizer or weights are missing.
+    """
     missing = [n for n in ("config.json", "tokenizer_config.json") if not (directory / n).is_file()]
     if not list(directory.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -135,21 +128,21 @@ def _allowed_names() -> str:
 
 
 def _packaged_file(alias: str) -> Path:
-    """The file inside the package; found without importing it, whose own dependencies are not ours."""
+    """Find the file inside the package without importing it: its dependencies need not be installed."""
     package, file, install = PACKAGED[alias]
     spec = importlib.util.find_spec(package)
-    found = spec and next(
-        (p for d in spec.submodule_search_locations or () if (p := Path(d) / file).is_file()), None
-    )
-    needed = [n for n in ("gguf", "accelerate") if importlib.util.find_spec(n) is None]
-    if not found or needed:
-        lacking = ", ".join(([] if found else [f"the package {package.replace('_', '-')}"]) + needed)
-        raise UserError(f"target.name: {alias!r} needs {lacking}; run: {install}")
-    return found
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    path = next((p for folder in folders if (p := Path(folder) / file).is_file()), None)
+    missing = [n for n in ("gguf", "accelerate") if importlib.util.find_spec(n) is None]
+    if path is None:
+        missing.insert(0, f"the package {package.replace('_', '-')}")
+    if path is None or missing:
+        raise UserError(f"target.name: {alias!r} needs {', '.join(missing)}; run: {install}")
+    return path
 
 
 def _from_gguf(path: Path, staging: Path, dtype: torch.dtype) -> None:
-    """Dequantise and save as if never quantised: a model loaded from GGUF refuses `save_pretrained`."""
+    """Dequantise and save as if never quantised: a model loaded from GGUF cannot be saved directly."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     with _quiet(), _parse_once():
@@ -158,7 +151,8 @@ def _from_gguf(path: Path, staging: Path, dtype: torch.dtype) -> None:
         config = type(loaded.config).from_dict(
             {k: v for k, v in loaded.config.to_dict().items() if not k.startswith(("quantization", "_"))}
         )
-        with torch.device("meta"):  # no weights are drawn only to be overwritten
+        # On the meta device no weights are drawn only to be overwritten.
+        with torch.device("meta"):
             plain: Any = type(loaded)(config)
         weights = {name: weight.to(dtype) for name, weight in loaded.state_dict().items()}
         plain.load_state_dict(weights, assign=True)
@@ -176,7 +170,8 @@ def _from_gguf(path: Path, staging: Path, dtype: torch.dtype) -> None:
 def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> None:
     if not (source / "config.json").is_file():
         raise UserError(f"target.name: {str(source)!r} has no config.json; allowed: {_allowed_names()}")
-    if not list(source.glob("*.safetensors")):  # an old checkpoint (pytorch_model.bin): write it anew
+    if not list(source.glob("*.safetensors")):
+        # An old checkpoint (pytorch_model.bin): rewrite it.
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         try:
@@ -205,30 +200,43 @@ def _from_hub(name: str, revision: str | None) -> Path:
     except Exception as error:  # offline, unknown, gated: each library version raises its own kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"target.name: {name!r} is no local directory and could not be fetched from the hub ({reason}); "
-            f"allowed: {_allowed_names()}"
+            f"target.name: {name!r} is not a local directory and could not be fetched from the hub "
+            f"({reason}); allowed: {_allowed_names()}"
         ) from error
 
 
 @contextlib.contextmanager
 def _parse_once() -> Iterator[None]:
-    """Remember what transformers would work out again: it parses the file three times, and builds the table
-    of tensor names once for every module of the model. The reader also slices its data a million times, which
-    a plain array does several times faster than a memory map.
+    """Cache what transformers would compute again while it reads a GGUF file.
+
+    It parses the file three times, and builds the table of tensor names once per module of the model. The
+    reader also slices its data a million times, which a plain array does several times faster than a memory
+    map.
     """
     import gguf
 
     with (
-        mock.patch.object(gguf, "GGUFReader", functools.lru_cache(gguf.GGUFReader)),
-        mock.patch.object(gguf, "get_tensor_name_map", functools.lru_cache(gguf.get_tensor_name_map)),
-        mock.patch.object(np, "memmap", lambda path, **_: np.fromfile(path, dtype=np.uint8)),
+        _replaced(gguf, "GGUFReader", functools.lru_cache(gguf.GGUFReader)),
+        _replaced(gguf, "get_tensor_name_map", functools.lru_cache(gguf.get_tensor_name_map)),
+        _replaced(np, "memmap", lambda path, **_: np.fromfile(path, dtype=np.uint8)),
     ):
         yield
 
 
 @contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module for a while."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Conversion prints progress bars and advice that mean nothing to a user of this stage."""
+    """Silence the progress bars and advice of a conversion, which mean nothing to a user of this stage."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -7,15 +7,13 @@ read: no [T, V] logits, no mask. The feature at position t comes from token t; i
 0-based decoder layer i before any final norm (`hidden_states[i + 1]` in transformers, except for the last
 layer, which transformers norms).
 
-Shape letters: T packed tokens, D target width, L captured layers, V vocabulary, P chosen positions, B rows, K
-tokens.
+Shape letters: T packed tokens, D target width, L captured layers, V vocabulary, B rows, K tokens per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +21,14 @@ import numpy as np
 import torch
 
 from dflash_core.errors import UserError
-from dflash_core.target import attention as target_attention
-from dflash_core.target.attention import ATTENTION_NAME
+from dflash_core.microbatch import Features
 from dflash_core.target.captured_layers import check_layer_ids
-from dflash_core.target.compute_dtype import pick_compute_dtype, resolve_dtype
+from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
-from dflash_core.target.materialise import Materialised, fingerprint, materialise
+from dflash_core.target.load import load_model
 
-__all__ = [
-    "Captured",
-    "DecodeCache",
-    "Materialised",
-    "Target",
-    "fingerprint",
-    "materialise",
-    "pick_compute_dtype",
-    "resolve_dtype",
-]
-
-MAX_TRANSPOSED_ROWS = 256  # so few rows meet the head up to 4 times faster as head @ rows.T on a CPU
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What training reads of the target for one microbatch, real tokens only, in the microbatch's order."""
-
-    features: torch.Tensor  # [T, L * D], layers side by side in the order of layer_ids, in the feature dtype
-    last_hidden: torch.Tensor | None  # [T, D] after the final norm: what lm_head reads; None unless asked for
+# So few rows meet the head up to 4 times faster as head @ rows.T on a CPU.
+MAX_TRANSPOSED_ROWS = 256
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -72,7 +51,8 @@ class Target:
         self.width_D = self.embed_weight.shape[1]
         self.device = self.embed_weight.device
         head: torch.Tensor = model.get_output_embeddings().weight.detach()
-        self.head_weight = head.to(self.device)  # [V, D]; with a device map it may lie elsewhere
+        # [V, D]; with a device map it may lie on another device than the embedding.
+        self.head_weight = head.to(self.device)
         self.eos_ids = _eos_ids(model)
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         self.can_pack = kinds <= {"full_attention", "sliding_attention"}
@@ -98,39 +78,22 @@ class Target:
             device: where it computes; ignored with `device_map`.
             compute_dtype: of weights and activations; "auto" asks `pick_compute_dtype`.
             feature_dtype: captured states are rounded to it; "auto" is the compute dtype.
+            trust_remote_code: whether code in the directory may run.
             device_map: passed to transformers, for targets larger than one device.
             devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
 
         Raises:
             UserError: not a causal language model that transformers can load, or unsuitable layer ids.
         """
-        from transformers import AutoModelForCausalLM
-
-        target_attention.register()
         dtype = resolve_dtype(compute_dtype, str(device))
-        placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
-        if device_map and devices:
-            placement["max_memory"] = {i: torch.cuda.mem_get_info(i)[0] for i in devices}
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(directory),
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                **placement,
-            )
-        except ImportError as error:
-            raise UserError(
-                f"target.device_map: {device_map!r} needs a package that is missing: {error}"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"target.name: {str(directory)!r} does not load as a causal language model: {error}"
-            ) from error
-        if device_map is None:
-            model.to(device=torch.device(device))
-        model.eval().requires_grad_(False)
+        model = load_model(
+            directory,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            devices=devices,
+        )
         features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
         return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
 
@@ -142,8 +105,8 @@ class Target:
         width: int = 0,
         *,
         want_last_hidden: bool = False,
-    ) -> Captured:
-        """Hidden states of `layer_ids` for a microbatch of samples.
+    ) -> Features:
+        """Return hidden states of `layer_ids` for a microbatch of samples, without labels.
 
         Args:
             token_ids: int64 [T], real tokens of all samples, one after another.
@@ -161,23 +124,21 @@ class Target:
         positions_T = torch.arange(len(tokens_T)) - bounds[:-1].repeat_interleave(lengths)
         if width == 0:
             self._check_packing(len(lengths))
-            on_device, longest = bounds.to(self.device), int(lengths.max())
             rows_T, ids, positions = None, tokens_T[None], positions_T[None].to(self.device)
-            kwargs: dict[str, Any] = {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device}
-            kwargs |= {"max_length_q": longest, "max_length_k": longest}
+            kwargs = self._packed(bounds, lengths)
         else:
             assert int(lengths.max()) <= width, f"a sample of {int(lengths.max())} tokens in rows of {width}"
-            rows_T = (torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T).to(
-                self.device
-            )
+            rows_T = torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T
+            rows_T = rows_T.to(self.device)
             ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
             positions, kwargs = torch.arange(width, device=self.device)[None], {}
         features = self._empty_features(len(tokens_T))
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
             hidden_TD = hidden.flatten(0, 1)
-            column = slice(slot * self.width_D, (slot + 1) * self.width_D)
-            features[:, column] = (hidden_TD if rows_T is None else hidden_TD[rows_T]).to(self.device)
+            features[:, self._columns(slot)] = (hidden_TD if rows_T is None else hidden_TD[rows_T]).to(
+                self.device
+            )
 
         last = None
         with self._hooks(keep, stop_early=not want_last_hidden), suppress(_EnoughLayers):
@@ -186,7 +147,7 @@ class Target:
         if last is not None:
             last = last.flatten(0, 1).to(self.device)
             last = last if rows_T is None else last[rows_T]
-        return Captured(features, last)
+        return Features(features, last_hidden=last)
 
     @torch.inference_mode()
     def prefill(
@@ -194,18 +155,18 @@ class Target:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read prompts, packed, into a cache: prompt i into row first_row + i, whatever was there.
 
-        Returns the states after the final norm [T, D], the features [T, L * D], and each token's row and position
-        [T].
+        Returns:
+            States after the final norm [T, D], features [T, L * D], and the row and the position of each
+            token [T].
         """
         bounds = torch.as_tensor(cu_seqlens, dtype=torch.int32)
         lengths = bounds.diff()
         rows_T = torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
         positions_T = torch.arange(len(token_ids_T), device=self.device) - bounds.to(self.device)[rows_T]
-        on_device, longest = bounds.to(self.device), int(lengths.max())
         features = self._empty_features(len(token_ids_T))
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
-            features[:, slot * self.width_D : (slot + 1) * self.width_D] = hidden[0].to(self.device)
+            features[:, self._columns(slot)] = hidden[0].to(self.device)
 
         rows_T = rows_T + first_row
         cache.begin_packed(rows_T, positions_T)
@@ -215,31 +176,25 @@ class Target:
                 position_ids=positions_T[None],
                 use_cache=False,
                 decode_cache=cache,
-                cu_seq_lens_q=on_device,
-                cu_seq_lens_k=on_device,
-                max_length_q=longest,
-                max_length_k=longest,
+                **self._packed(bounds, lengths),
             ).last_hidden_state
         return out[0].to(self.device), features, rows_T, positions_T
-
-    def _empty_features(self, *shape: int) -> torch.Tensor:
-        width = len(self.layer_ids) * self.width_D
-        return torch.empty(*shape, width, dtype=self.feature_dtype, device=self.device)
 
     @torch.inference_mode()
     def decode(
         self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A few more tokens of each row over its cache.
-
-        Returns the states after the final norm [B, K, D] and the features [B, K, L * D].
+        """Read a few more tokens of each row over its cache.
 
         Positions may differ from row to row; see `DecodeCache` for what happens to rejected tokens.
+
+        Returns:
+            States after the final norm [B, K, D] and features [B, K, L * D].
         """
         features = self._empty_features(*token_ids_BK.shape)
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
-            features[..., slot * self.width_D : (slot + 1) * self.width_D] = hidden.to(self.device)
+            features[..., self._columns(slot)] = hidden.to(self.device)
 
         cache.begin(positions_BK)
         with self._hooks(keep, stop_early=False):
@@ -249,11 +204,29 @@ class Target:
         return out.to(self.device), features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """lm_head on states after the final norm [..., D] -> [..., V]."""
+        """Apply lm_head to states after the final norm, [..., D] -> [..., V]."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         if hidden.device.type == "cpu" and len(rows) <= MAX_TRANSPOSED_ROWS:
             return (self.head_weight @ rows.T).T.reshape(*hidden.shape[:-1], -1)
         return torch.nn.functional.linear(hidden, self.head_weight)
+
+    def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+        """Return the keywords that make `attention` run packed; bounds and lengths are on the host."""
+        on_device, longest = bounds.to(self.device), int(lengths.max())
+        return {
+            "cu_seq_lens_q": on_device,
+            "cu_seq_lens_k": on_device,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def _empty_features(self, *shape: int) -> torch.Tensor:
+        width = len(self.layer_ids) * self.width_D
+        return torch.empty(*shape, width, dtype=self.feature_dtype, device=self.device)
+
+    def _columns(self, slot: int) -> slice:
+        """Return the columns of the features that the slot-th captured layer fills."""
+        return slice(slot * self.width_D, (slot + 1) * self.width_D)
 
     def _check_packing(self, num_samples: int) -> None:
         if not self.can_pack and num_samples > 1:
@@ -263,8 +236,8 @@ class Target:
             )
 
     @contextmanager
-    def _hooks(self, keep: Any, *, stop_early: bool) -> Any:
-        """Call keep(slot, hidden) after each captured layer; stop behind the last when asked."""
+    def _hooks(self, keep: Callable[[int, torch.Tensor], None], *, stop_early: bool) -> Iterator[None]:
+        """Call keep(slot, hidden) after each captured layer; stop behind the last one when asked."""
 
         def hook_of(slot: int) -> Any:
             last = stop_early and slot == len(self.layer_ids) - 1
@@ -287,7 +260,7 @@ class Target:
 
 
 def _eos_ids(model: Any) -> tuple[int, ...]:
-    """All end ids of the generation config, else of the config."""
+    """Return all end ids of the generation config, else of the config."""
     for config in (getattr(model, "generation_config", None), model.config):
         if (ids := getattr(config, "eos_token_id", None)) is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

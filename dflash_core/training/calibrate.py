@@ -16,7 +16,7 @@ from dflash_core.dataflow.schedule import build_microbatch
 from dflash_core.launch.layout import make_layout
 from dflash_core.launch.process_groups import World, pick_devices
 from dflash_core.microbatch import Microbatch
-from dflash_core.objective.loss import LossArguments, loss_of
+from dflash_core.objective.loss import LossSettings, microbatch_loss
 from dflash_core.target.capture import TargetCapture
 from dflash_core.training import run as setup
 from dflash_core.training.run import Run
@@ -112,9 +112,9 @@ class Meter:
         self._capture = TargetCapture(target, self.config.objective)
         self._drafter = setup.build_drafter(run, target_config, ids, self.device)
         self.block_size = self._drafter.shape.block_size
-        heads = setup.load_heads(run, target_config, target, self.device, dtypes["drafter"])
+        ends = setup.load_ends(run, target_config, target, self.device, dtypes["drafter"])
         mask, slots = self._drafter.shape.mask_token_id, self.config.training.max_draft_slots
-        self._same = LossArguments(heads, self.config.objective, mask, slots, self.device)
+        self._loss_settings = LossSettings(ends, self.config.objective, mask, slots, self.device)
 
     def build(self, rows: NDArray[np.int32], width: int) -> Microbatch:
         """The microbatch of these store rows (width 0: packed), anchors of epoch 0."""
@@ -126,7 +126,7 @@ class Meter:
         started = self._now()
         features = self._capture(microbatch)
         captured = self._now()
-        loss_of(self._drafter, microbatch, features, self._same, backward=True)
+        microbatch_loss(self._drafter, microbatch, features, self._loss_settings, backward=True)
         return captured - started, self._now() - captured
 
     def _now(self) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.microbatch import Features, Microbatch
-from dflash_core.objective.loss import LossArguments, LossSums, loss_of
+from dflash_core.objective.loss import LossSettings, LossSums, microbatch_loss
 
 PHASE = "check the initial loss"
 
@@ -28,16 +28,18 @@ class InitialLoss:
     `drafter` must hold the weights that training starts from, whole.
     """
 
-    def __init__(self, drafter: DFlashDrafter, same: LossArguments) -> None:
-        self.drafter, self.same = copy.deepcopy(drafter).requires_grad_(False), same
-        self.sums = LossSums.zeros(drafter.shape.block_size, same.device)
+    def __init__(self, drafter: DFlashDrafter, loss_settings: LossSettings) -> None:
+        self.drafter, self.loss_settings = copy.deepcopy(drafter).requires_grad_(False), loss_settings
+        self.sums = LossSums.zeros(drafter.shape.block_size, loss_settings.device)
         self.num_samples = self.num_tokens = 0
         self.digest = np.zeros(4)  # sums of 32-bit words: in any order, and exact in float64
 
     @torch.no_grad()
     def add(self, microbatch: Microbatch, features: Features) -> None:
         """Another microbatch of the first epoch."""
-        self.sums = self.sums + loss_of(self.drafter, microbatch, features, self.same, backward=False)
+        self.sums = self.sums + microbatch_loss(
+            self.drafter, microbatch, features, self.loss_settings, backward=False
+        )
         self.num_samples += len(microbatch.sample_rows)
         self.num_tokens += microbatch.num_tokens
         for i, row in enumerate(microbatch.sample_rows):

@@ -37,7 +37,7 @@ from dflash_core.launch.process_groups import World
 from dflash_core.launch.rank_status import RankRecord
 from dflash_core.launch.stop_signal import PEER_GRACE_SECONDS, StopSignal
 from dflash_core.microbatch import Features, FeatureSpec, Microbatch
-from dflash_core.objective.loss import LossArguments, LossSums, loss_of
+from dflash_core.objective.loss import LossSettings, LossSums, microbatch_loss
 from dflash_core.target.capture import Capture
 from dflash_core.training.checkpoint import Checkpointer, State
 from dflash_core.training.console import Reporter
@@ -71,7 +71,7 @@ class Trainer:
     state: State
     drafter: DFlashDrafter
     deliveries: Iterator[Delivery]
-    same: LossArguments
+    loss_settings: LossSettings
     spec: FeatureSpec
     num_validation_groups: int  # over all ranks
     # real decoding of a few prompts, where a target is
@@ -157,7 +157,9 @@ class Trainer:
                 assert delivered == assignment, (delivered, assignment)
                 self.record.phase("train")
                 with self.clock.time("train"):
-                    sums = sums + loss_of(self.drafter, microbatch, features, self.same, backward=True)
+                    sums = sums + microbatch_loss(
+                        self.drafter, microbatch, features, self.loss_settings, backward=True
+                    )
                 if self.initial is not None:
                     self.record.phase(PHASE)
                     self.initial.add(microbatch, features)
@@ -297,7 +299,9 @@ class Trainer:
                 if self.stop.is_set():
                     break
                 there = features.to(self.world.device)
-                sums = sums + loss_of(self.drafter, microbatch, there, self.same, backward=False)
+                sums = sums + microbatch_loss(
+                    self.drafter, microbatch, there, self.loss_settings, backward=False
+                )
             if self.decode and not self.stop.is_set():
                 decoded = self.decode(self.drafter)
         except torch.OutOfMemoryError:
@@ -355,8 +359,8 @@ class Trainer:
         """
 
         def train(microbatch: Microbatch, features: Features, max_draft_slots: int) -> None:
-            same = dataclasses.replace(self.same, max_draft_slots=max_draft_slots)
-            loss_of(self.drafter, microbatch, features, same, backward=True)
+            loss_settings = dataclasses.replace(self.loss_settings, max_draft_slots=max_draft_slots)
+            microbatch_loss(self.drafter, microbatch, features, loss_settings, backward=True)
 
         self.gradients.gather_weights()
         line = probe(
@@ -392,7 +396,7 @@ class Trainer:
             anchor_sample=none,
         )
         features = self.spec.empty(1, self.world.device).zeros()
-        return loss_of(drafter, microbatch, features, self.same, backward=True)
+        return microbatch_loss(drafter, microbatch, features, self.loss_settings, backward=True)
 
     def _save_alone(self) -> None:
         """Peers are gone, so nothing collective works; rank 0 has all that a checkpoint needs if it is

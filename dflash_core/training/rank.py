@@ -32,7 +32,7 @@ from dflash_core.launch.process_groups import World
 from dflash_core.launch.rank_status import RankRecord
 from dflash_core.launch.stop_signal import StopSignal
 from dflash_core.microbatch import FeatureSpec, Microbatch
-from dflash_core.objective.loss import LossArguments
+from dflash_core.objective.loss import LossSettings
 from dflash_core.target.capture import Capture
 from dflash_core.target.target import Target
 from dflash_core.training import run as setup
@@ -67,12 +67,12 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
     capture = None if target is None else _capture(run, world, schedule, target, spec, facts)
     groups = _validation_groups(run, schedule)
     make = _microbatch_maker(run, schedule, groups)
-    drafter = same = None
+    drafter = loss_settings = None
     if world.is_drafter:
         drafter = setup.build_drafter(run, target_config, ids, world.device)
-        heads = setup.load_heads(run, target_config, target, world.device, dtypes["drafter"])
-        same = LossArguments(
-            heads, run.config.objective, drafter.shape.mask_token_id, config.max_draft_slots, world.device
+        ends = setup.load_ends(run, target_config, target, world.device, dtypes["drafter"])
+        loss_settings = LossSettings(
+            ends, run.config.objective, drafter.shape.mask_token_id, config.max_draft_slots, world.device
         )
     if world.layout.split:
         record.phase("connect")
@@ -84,7 +84,7 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
     feed, clock = Prefetcher(assignments, make, config.prefetch), DeviceClock(world.device)
     inflight = config.max_inflight_microbatches
     try:
-        if drafter is None or same is None:
+        if drafter is None or loss_settings is None:
             assert capture is not None
             record.phase("probe")
             told = probe(
@@ -115,11 +115,13 @@ def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> No
             state=state,
             drafter=drafter,
             deliveries=deliveries,
-            same=same,
+            loss_settings=loss_settings,
             spec=spec,
             num_validation_groups=len(groups),
             decode=_decoder(run, world, schedule, target, stop),
-            initial=InitialLoss(drafter, same) if config.check_initial_loss and chosen is None else None,
+            initial=InitialLoss(drafter, loss_settings)
+            if config.check_initial_loss and chosen is None
+            else None,
         )
         if world.is_leader:
             check_free_disk(run.directory, drafter.num_parameters(), config.keep_last)

@@ -12,13 +12,14 @@ import torch
 from dflash_core.config import RunConfig, decisive, from_dict
 from dflash_core.data.store import TokenStore
 from dflash_core.dataflow.schedule import Schedule
+from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.export import load_drafter
 from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
 from dflash_core.errors import UserError
 from dflash_core.launch.process_groups import World
 from dflash_core.microbatch import FeatureSpec
-from dflash_core.objective.loss import TargetHeads
+from dflash_core.objective.loss import TargetEnds
 from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.materialise import fingerprint
@@ -163,15 +164,15 @@ def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, 
     )
 
 
-def load_heads(
+def load_ends(
     run: Run, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
-) -> TargetHeads:
+) -> TargetEnds:
     """Embedding and lm_head in the drafter's compute dtype.
 
     Without the target on this rank those two tensors alone are read, whatever its size.
     """
     if target is not None:
-        return TargetHeads(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
+        return TargetEnds(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
     model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
     names = {id(p): name for name, p in model.named_parameters()}
     wanted = [names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -183,7 +184,7 @@ def load_heads(
         )
     # Tied weights may be stored under either name.
     embed, head = (found.get(n, next(iter(found.values()))).to(device, dtype) for n in wanted)
-    return TargetHeads(embed, head)
+    return TargetEnds(embed, head)
 
 
 def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:
@@ -192,8 +193,7 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
     generator = torch.Generator().manual_seed(run.config.training.seed)
     drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
     if run.config.training.init_from is not None:
-        source = Path(run.config.training.init_from)
-        source = source / "drafter" if (source / "drafter").is_dir() else source
+        source = drafter_directory(Path(run.config.training.init_from), field="training.init_from")
         given = load_drafter(source)
         if given.shape != drafter.shape:
             old, new = (dict(vars(d.shape)) for d in (given, drafter))

@@ -19,7 +19,7 @@ def validation_metrics(sums: LossSums) -> dict[str, float]:
     """The line of a validation: loss, accuracy by position, simulated acceptance length with its 95%
     interval.
     """
-    mean, low, high = sums.acceptance_length()
+    mean, low, high = sums.simulated_acceptance_length()
     return {
         "validation/loss": sums.loss(),
         **accuracy_by_position(sums, "validation"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prefect import get_run_logger
 
 from dflash_core.config import RunConfig, to_dict
+from dflash_core.drafter.compatibility import check_compatible
 from dflash_core.errors import UserError
 from flows.runtime.deployments import FlowOptions
 from flows.steps.common import Dataset, root_of, sample_tables, target_directory
@@ -38,7 +39,7 @@ def check_drafter(config: RunConfig, target_pointer: TargetPointer) -> None:
     Raises:
         UserError: they do not fit.
     """
-    target.check_drafter(target_directory(config, target_pointer), config.drafter)
+    check_compatible(target_directory(config, target_pointer), config.drafter)
 
 
 def regenerate_all(

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_core.config import RunConfig, to_dict
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
-from dflash_core.errors import UserError
+from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE, drafter_directory
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
 from flows.steps.common import Dataset, check_options, root_of, target_directory
 from flows.steps.data import ingest_all, prepare_target
@@ -18,41 +18,30 @@ from tasks.storage.file_digests import FileDigests
 from tasks.storage.pointers import EvaluationPointer, TargetPointer
 
 
-def drafter_directory(config: RunConfig, drafter_path: str | None) -> Path:
-    """Return the directory of the exported drafter.
+def drafter_and_prompts(
+    config: RunConfig, options: EvaluateOptions
+) -> tuple[Path, TargetPointer, Dataset | None]:
+    """Return the drafter that the options name, its target, and the data set if prompts come from it.
 
-    Args:
-        drafter_path: a run's directory or the drafter itself; None for the deployment's latest run.
+    Without `drafter_path` it is the drafter of the latest run.
 
     Raises:
         UserError: there is no drafter.
     """
-    place = Path(drafter_path).expanduser() if drafter_path else runs.latest_directory(config)
-    directory = place / "drafter" if (place / "drafter").is_dir() else place
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"drafter_path: {str(place)!r} holds no drafter; allowed: a run's directory or its drafter/"
-        )
-    return directory.resolve()
-
-
-def drafter_and_prompts(
-    config: RunConfig, options: EvaluateOptions
-) -> tuple[Path, TargetPointer, Dataset | None]:
-    """Return the drafter that the options name, its target, and the data set if prompts come from it."""
     check_options(options)
-    directory = drafter_directory(config, options.drafter_path)
+    path = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
+    directory = drafter_directory(path, field="drafter_path").resolve()
     target_pointer = prepare_target(config, options)
     dataset = None if config.evaluation.prompts else ingest_all(config, options, target_pointer)
     return directory, target_pointer, dataset
 
 
 def _inputs(
-    config: RunConfig, target_pointer: TargetPointer, dataset: Dataset | None, drafter_directory: Path
+    config: RunConfig, target_pointer: TargetPointer, dataset: Dataset | None, drafter: Path
 ) -> EvaluationInputs:
     return EvaluationInputs(
         target_directory=str(target_directory(config, target_pointer)),
-        drafter_directory=str(drafter_directory),
+        drafter_directory=str(drafter),
         prompt_paths=tuple(str(Path(path).expanduser()) for path in config.evaluation.prompts),
         shards=tuple(dataset.shards) if dataset else (),
         data=config.data,
@@ -71,14 +60,14 @@ def evaluate(
     options: FlowOptions,
     target_pointer: TargetPointer,
     dataset: Dataset | None,
-    drafter_directory: Path,
+    drafter: Path,
     label: str = "evaluate",
 ) -> EvaluationPointer:
     """Evaluate an exported drafter; `dataset` may be None where prompt files are named."""
     root, digests = root_of(config), FileDigests(root_of(config))
     key_inputs = evaluation.evaluation_key_inputs(
         config.evaluation,
-        drafter_directory=drafter_directory,
+        drafter_directory=drafter,
         target_fingerprint=target_pointer["fingerprint"],
         sets=_prompt_sets(config, dataset, digests),
         chat_template=config.data.chat_template,
@@ -91,7 +80,7 @@ def evaluate(
         after=[target_pointer],
         refresh="evaluate" in options.refresh,
         **key_inputs,
-        where=to_dict(_inputs(config, target_pointer, dataset, drafter_directory)),
+        where=to_dict(_inputs(config, target_pointer, dataset, drafter)),
     )
 
 
@@ -100,7 +89,7 @@ def check_serving(
     options: ServeCheckOptions,
     target_pointer: TargetPointer,
     dataset: Dataset | None,
-    drafter_directory: Path,
+    drafter: Path,
 ) -> dict[str, Any]:
     """Compare the drafter in vLLM with our evaluator.
 
@@ -109,14 +98,14 @@ def check_serving(
     """
     root, digests = root_of(config), FileDigests(root_of(config))
     sets = _prompt_sets(config, dataset, digests)
-    weights, shape = (digests.of(drafter_directory / name) for name in ("model.safetensors", "config.json"))
+    weights, shape = (digests.of(drafter / name) for name in (WEIGHTS_FILE, CONFIG_FILE))
     digests.save()
-    run = drafter_directory.parent
+    run = drafter.parent
     is_run = runs.read_run(run) is not None
     out = run if is_run else root / "serve-check" / weights[: runs.KEY_CHARACTERS]
     return serve_check.check_engine(
         to_dict(config),
-        inputs=to_dict(_inputs(config, target_pointer, dataset, drafter_directory)),
+        inputs=to_dict(_inputs(config, target_pointer, dataset, drafter)),
         out=str(out),
         run_directory=str(run) if is_run else None,
         identity={"drafter": f"{shape} {weights}", "target": target_pointer["fingerprint"]},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig, decisive, to_dict
-from dflash_core.errors import UserError
+from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
 from dflash_core.files import content_digest, write_json
 from tasks.storage.file_digests import FileDigests
 
@@ -77,13 +77,7 @@ def _drafter_digest(path: Path) -> str:
     Raises:
         UserError: the path is neither an exported drafter nor a run with one.
     """
-    directory = path / "drafter" if (path / "drafter").is_dir() else path
-    weights = directory / "model.safetensors"
-    if not weights.is_file():
-        raise UserError(
-            f"training.init_from: {str(path)!r} holds no drafter; allowed: an exported drafter or a run"
-        )
-    return FileDigests(path).of(weights)
+    return FileDigests(path).of(drafter_directory(path, field="training.init_from") / WEIGHTS_FILE)
 
 
 def find_run(config: RunConfig, fields: dict[str, Any]) -> RunDirectory:

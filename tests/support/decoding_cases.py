@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import DrafterConfig
 from dflash_core.decoding import speculate
 from dflash_core.decoding.drafter_context import DrafterContext
@@ -21,7 +22,6 @@ from dflash_core.decoding.speculate import Prompt, plain_decode
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.serving import replay as replaying
 from dflash_core.target.target import Target
-from tests.tiny_target import MASK_TOKEN_ID
 
 BLOCK = 4
 PROMPTS = [

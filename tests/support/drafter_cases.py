@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig
 from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
-from dflash_core.objective.loss import LossSums, TargetHeads, microbatch_loss
+from dflash_core.microbatch import Features, Microbatch
+from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
+from dflash_core.target.labels import target_labels
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -38,13 +41,13 @@ class Case:
     anchors: Tensor
     anchor_sample: Tensor
     last_hidden: Tensor
-    heads: TargetHeads
+    ends: TargetEnds
 
     def double(self) -> Case:
         """Return the same microbatch in float64."""
-        heads = TargetHeads(self.heads.embed_VD.double(), self.heads.head_VD.double())
+        ends = TargetEnds(self.ends.embed_VD.double(), self.ends.head_VD.double())
         features, last_hidden = self.features.double(), self.last_hidden.double()
-        return replace(self, features=features, last_hidden=last_hidden, heads=heads)
+        return replace(self, features=features, last_hidden=last_hidden, ends=ends)
 
     def samples(self, first: int, last: int) -> Case:
         """Return the microbatch of samples first..last-1 alone."""
@@ -58,6 +61,18 @@ class Case:
             anchors=self.anchors[chosen] - begin,
             anchor_sample=self.anchor_sample[chosen] - first,
         )
+
+    def microbatch(self) -> Microbatch:
+        """Return the microbatch as training has it."""
+        names = ("token_ids", "loss_mask", "cu_seqlens", "anchors", "anchor_sample")
+        arrays = {name: getattr(self, name).cpu().numpy() for name in names}
+        return Microbatch(sample_rows=np.arange(len(self.cu_seqlens) - 1, dtype=np.int32), width=0, **arrays)
+
+    def captured(self, objective: ObjectiveConfig, labels_T: Tensor | None = None) -> Features:
+        """Return what capture gives for an objective; `labels_T` replaces the target's labels."""
+        if objective.labels == "target" and labels_T is None:
+            labels_T = target_labels(self.last_hidden, self.ends.head_VD, self.loss_mask, self.cu_seqlens)
+        return Features(self.features, labels_T, self.last_hidden if objective.loss == "kl" else None)
 
     def arguments(self) -> tuple:
         names = ("features", "token_ids", "loss_mask", "cu_seqlens", "anchors", "anchor_sample")
@@ -91,7 +106,7 @@ def make_case(shape: DrafterShape = SHAPE, *, seed: int = 0, scale: float = 1.0)
         anchors=torch.tensor([s + a for s, own in zip(starts, ANCHORS) for a in own], dtype=torch.int32),
         anchor_sample=torch.tensor([i for i, own in enumerate(ANCHORS) for _ in own], dtype=torch.int32),
         last_hidden=normal(rows, shape.hidden_size),
-        heads=TargetHeads(*(normal(shape.vocab_size, shape.hidden_size) for _ in range(2))),
+        ends=TargetEnds(*(normal(shape.vocab_size, shape.hidden_size) for _ in range(2))),
     )
 
 
@@ -112,21 +127,13 @@ def run(
     *,
     max_draft_slots: int = 10_000,
     backward: bool = True,
-    **kwargs,
+    labels_T: Tensor | None = None,
 ) -> LossSums:
     """Compute the sums of a case and, with `backward`, the drafter's gradients."""
-    if objective.labels == "target" or objective.loss == "kl":
-        kwargs.setdefault("last_hidden", case.last_hidden)
-    return microbatch_loss(
-        drafter,
-        case.heads,
-        *case.arguments(),
-        objective=objective,
-        mask_token_id=drafter.shape.mask_token_id,
-        max_draft_slots=max_draft_slots,
-        backward=backward,
-        **kwargs,
-    )
+    mask_token_id = drafter.shape.mask_token_id
+    settings = LossSettings(case.ends, objective, mask_token_id, max_draft_slots, case.features.device)
+    features = case.captured(objective, labels_T)
+    return microbatch_loss(drafter, case.microbatch(), features, settings, backward=backward)
 
 
 def gradients(drafter: DFlashDrafter) -> dict[str, Tensor]:

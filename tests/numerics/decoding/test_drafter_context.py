@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import ObjectiveConfig
 from dflash_core.decoding.drafter_context import DrafterContext
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import speculative_decode
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
-from dflash_core.objective.loss import TargetHeads, microbatch_loss
+from dflash_core.microbatch import Features, Microbatch
+from dflash_core.objective.loss import LossSettings, TargetEnds, microbatch_loss
 from dflash_core.target.target import Target
 from tests.support.decoding_cases import BLOCK, PROMPTS, make_drafter
-from tests.tiny_target import MASK_TOKEN_ID
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -27,7 +28,7 @@ def test_the_draft_step_is_the_training_forward(target: Target, window: int | No
     lengths = [17, 12]
     tokens = np.random.default_rng(1).integers(4, 512, size=sum(lengths))
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
-    features = target.capture(tokens, bounds).features
+    features = target.capture(tokens, bounds).hidden
     row_T = np.arange(29) - np.repeat(bounds[:-1], lengths)
     anchors = np.array([0, 1, 5, 14, 17, 20, 27])
     starts = bounds[np.searchsorted(bounds, anchors, side="right") - 1]
@@ -64,7 +65,7 @@ def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DF
     length = 60
     tokens = torch.as_tensor(np.random.default_rng(2).integers(4, 512, size=length))
     bounds = torch.tensor([0, length], dtype=torch.int32)
-    features = target.capture(tokens, bounds).features
+    features = target.capture(tokens, bounds).hidden
     anchors = torch.arange(5, 55)
     context = DrafterContext(drafter, 1, length, like=target.embed_weight)
     with torch.no_grad():
@@ -79,21 +80,23 @@ def test_accuracy_by_position_is_the_training_metric(target: Target, drafter: DF
     labels[6:36] = torch.stack(predictions)[:30, 0]
     rows = anchors[:, None] + torch.arange(1, BLOCK)
     right = (torch.stack(predictions) == labels[rows]).sum(0)
-    sums = microbatch_loss(
-        drafter,
-        TargetHeads(target.embed_weight, target.head_weight),
-        features,
-        tokens,
-        torch.ones(length, dtype=torch.uint8),
-        bounds,
-        anchors.int(),
-        torch.zeros(len(anchors), dtype=torch.int32),
+    microbatch = Microbatch(
+        sample_rows=np.zeros(1, dtype=np.int32),
+        token_ids=tokens.numpy(),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        cu_seqlens=np.array([0, length], dtype=np.int32),
+        width=0,
+        anchors=anchors.int().numpy(),
+        anchor_sample=np.zeros(len(anchors), dtype=np.int32),
+    )
+    settings = LossSettings(
+        ends=TargetEnds(target.embed_weight, target.head_weight),
         objective=ObjectiveConfig(labels="target"),
         mask_token_id=MASK_TOKEN_ID,
         max_draft_slots=64,
-        labels_T=labels,
-        backward=False,
+        device=torch.device("cpu"),
     )
+    sums = microbatch_loss(drafter, microbatch, Features(features, labels), settings, backward=False)
     assert sums.correct_K[1:].tolist() == right.tolist()
     assert sums.count_K[1:].tolist() == [50, 50, 50]
     assert int(right[0]) >= 30

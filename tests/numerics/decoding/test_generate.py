@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.tiny_target import make_tiny_tokenizer
 from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import Answer, Request
 from dflash_core.data.chat import Rejection
@@ -15,7 +16,6 @@ from dflash_core.decoding.generate import BatchDecoder
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode
 from dflash_core.target.target import Target
-from tests.tiny_target import make_tiny_tokenizer
 
 PROMPTS = ["def area", "for name in names:", "The target accepts the longest run it would have written", "if"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import DrafterConfig
 from dflash_core.decoding.evaluate import decode_all
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
@@ -18,7 +19,6 @@ from dflash_core.decoding.speculate import Prompt, plain_decode
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
-from tests.tiny_target import MASK_TOKEN_ID
 
 SAMPLING = Sampling(max_new_tokens=6, batch_size=2)
 CODE = [

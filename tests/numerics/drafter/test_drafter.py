@@ -41,7 +41,7 @@ SHAPES = {
 def hidden_states(drafter, case, **kwargs):
     bounds, anchor_tokens = case.cu_seqlens, case.token_ids[case.anchors.long()]
     return drafter.forward_blocks(
-        block_embeddings(case.heads, anchor_tokens, drafter.shape.mask_token_id, drafter),
+        block_embeddings(case.ends, anchor_tokens, drafter.shape.mask_token_id, drafter),
         project_microbatch(drafter, case.features, bounds),
         context_start_A=bounds[case.anchor_sample.long()],
         anchor_A=case.anchors,
@@ -56,7 +56,7 @@ def test_equals_dense_reference(shape, objective, dtype):
     case, drafter = make_case(shape), make_drafter(shape)
     if objective.stop_at_disagreement:
         # the target agrees with every third token, and with five tokens in a row
-        labels = target_labels(case.last_hidden, case.heads.head_VD, case.loss_mask, case.cu_seqlens)
+        labels = target_labels(case.last_hidden, case.ends.head_VD, case.loss_mask, case.cu_seqlens)
         agrees = (torch.arange(len(labels)) % 3 == 0) | ((torch.arange(len(labels)) - 31).abs() < 3)
         case.token_ids = torch.where(agrees & (labels >= 0), labels, case.token_ids)
     if dtype == torch.float64:
@@ -65,9 +65,9 @@ def test_equals_dense_reference(shape, objective, dtype):
     weights = {k: v.detach().double().requires_grad_() for k, v in drafter.state_dict().items()}
     exact = case.double()
     features, token_ids, loss_mask, *where = exact.arguments()
-    hidden = dense_hidden(weights, shape, exact.heads.embed_VD, features, token_ids, *where)
+    hidden = dense_hidden(weights, shape, exact.ends.embed_VD, features, token_ids, *where)
     loss_sum, weight_sum, correct, supervised = dense_loss(
-        hidden, exact.heads.head_VD, token_ids, loss_mask, *where, objective, exact.last_hidden
+        hidden, exact.ends.head_VD, token_ids, loss_mask, *where, objective, exact.last_hidden
     )
     loss_sum.backward()
     # 1e-6 for float64 too, because weights are float32 masters and gradients are rounded to float32

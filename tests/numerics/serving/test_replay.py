@@ -50,7 +50,7 @@ def test_replay_drafts_what_decoding_drafts(target: Target) -> None:
     text = list(PROMPTS[0].token_ids) + [7]  # the first new token belongs to no step
     # Three blocks of what the drafter predicts, a bonus after each.
     while len(text) < len(PROMPTS[0].token_ids) + 13:
-        features = target.capture(np.array(text), np.array([0, len(text)], dtype=np.int32)).features[:-1]
+        features = target.capture(np.array(text), np.array([0, len(text)], dtype=np.int32)).hidden[:-1]
         context = DrafterContext(drafter, 1, 64, like=target.embed_weight)
         with torch.no_grad():
             context.append(features[None], torch.arange(len(text) - 1)[None])

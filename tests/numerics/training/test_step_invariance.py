@@ -19,7 +19,7 @@ from dflash_core.config import ObjectiveConfig
 from dflash_core.data.store import TokenStore
 from dflash_core.dataflow.schedule import build_microbatch
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.objective.loss import LossArguments, LossSums, TargetHeads, loss_of
+from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
 from dflash_core.target.capture import TargetCapture
 from dflash_core.target.target import Target
 from dflash_core.training.optim import Gradients
@@ -57,15 +57,17 @@ class Step:
 
     def __call__(self, cuts: list[int], *, padded: bool, max_draft_slots: int) -> tuple[LossSums, dict]:
         """Return sums and divided gradient of the samples `ROWS`, cut into microbatches at `cuts`."""
-        heads = TargetHeads(self.target.embed_weight, self.target.head_weight)
-        same = LossArguments(heads, self.objective, 3, max_draft_slots, torch.device("cpu"))
+        ends = TargetEnds(self.target.embed_weight, self.target.head_weight)
+        loss_settings = LossSettings(ends, self.objective, 3, max_draft_slots, torch.device("cpu"))
         gradients = Gradients(self.drafter.parameters())
         sums = LossSums.zeros(self.drafter.shape.block_size)
         for first, end in pairwise(cuts):
             rows = ROWS[first:end]
             width = int(self.store.lengths[rows].max()) + 3 if padded else 0
             microbatch = build_microbatch(self.store, rows, width, num_anchors=6, seed=0, epoch=0)
-            sums = sums + loss_of(self.drafter, microbatch, self.capture(microbatch), same, backward=True)
+            sums = sums + microbatch_loss(
+                self.drafter, microbatch, self.capture(microbatch), loss_settings, backward=True
+            )
         gradients.normalise(float(sums.weight_sum), clip_norm=1e9)
         return sums, {name: p.grad.clone() for name, p in self.drafter.named_parameters()}
 
@@ -107,7 +109,7 @@ def test_tokens_in_padding_change_nothing(tiny_target_dir: Path) -> None:
     handle = target.decoder.register_forward_pre_hook(fill, with_kwargs=True)
     after = target.capture(tokens, bounds, 12, want_last_hidden=True)
     handle.remove()
-    assert torch.equal(after.features, before.features)
+    assert torch.equal(after.hidden, before.hidden)
     assert torch.equal(after.last_hidden, before.last_hidden)
 
 

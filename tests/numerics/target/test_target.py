@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.errors import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
 from dflash_core.target.captured_layers import target_layer_ids
-from dflash_core.target.target import DecodeCache, Target
-from tests.tiny_target import make_tiny_target
+from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.target import Target
 
 LENGTHS = [5, 1, 17, 3, 9]
 CU_SEQLENS = np.cumsum([0, *LENGTHS], dtype=np.int32)
@@ -54,10 +55,17 @@ def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen3")
     torch.manual_seed(1)
     config = Qwen3Config(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=24, tie_word_embeddings=False,
-        initializer_range=0.15, eos_token_id=[2, 5],
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=24,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        eos_token_id=[2, 5],
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -70,19 +78,15 @@ def test_captured_states_equal_a_plain_forward(
     directory = {"llama": tiny_target_dir, "qwen3": qwen3_dir}[family]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     num_layers = model.config.num_hidden_layers
-    layer_ids = [
-        0,
-        2,
-        num_layers - 1,
-    ]  # the last one: raw, where transformers' own list holds the normed state
+    # The last layer's state is raw here, where transformers' own list holds the normed state.
+    layer_ids = [0, 2, num_layers - 1]
     target = Target.load(directory, layer_ids=layer_ids, compute_dtype="float32")
     tokens = random_tokens(512)
     raw, normed = plain_states(model, tokens)
     captured = target.capture(tokens, CU_SEQLENS, width, want_last_hidden=True)
     assert captured.last_hidden is not None
-    torch.testing.assert_close(
-        captured.features, torch.cat([raw[i] for i in layer_ids], dim=1), rtol=1e-5, atol=1e-5
-    )
+    expected = torch.cat([raw[i] for i in layer_ids], dim=1)
+    torch.testing.assert_close(captured.hidden, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(captured.last_hidden, normed, rtol=1e-5, atol=1e-5)
 
 
@@ -91,11 +95,11 @@ def test_no_state_depends_on_what_else_is_in_the_microbatch(tiny_target_dir: Pat
     """Changing every token of the other samples leaves a sample's states as they were, bit by bit."""
     target = Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32")
     tokens = random_tokens(512)
-    before = target.capture(tokens, CU_SEQLENS, width).features
+    before = target.capture(tokens, CU_SEQLENS, width).hidden
     for sample, (start, end) in enumerate(zip(CU_SEQLENS, CU_SEQLENS[1:])):
         other = random_tokens(512, seed=9)
         other[start:end] = tokens[start:end]
-        after = target.capture(other, CU_SEQLENS, width).features
+        after = target.capture(other, CU_SEQLENS, width).hidden
         assert torch.equal(after[start:end], before[start:end]), f"sample {sample}"
         assert not torch.equal(after, before)
 
@@ -107,7 +111,7 @@ def test_a_feature_comes_from_its_own_token_and_earlier_ones(tiny_target_dir: Pa
     bounds = np.array([0, 10], dtype=np.int32)
     changed = tokens.copy()
     changed[6] = 99
-    differs = (target.capture(tokens, bounds).features != target.capture(changed, bounds).features).any(1)
+    differs = (target.capture(tokens, bounds).hidden != target.capture(changed, bounds).hidden).any(1)
     assert differs.tolist() == [False] * 6 + [True] * 4
 
 
@@ -117,12 +121,12 @@ def test_layers_behind_the_last_captured_one_do_not_run(tiny_target_dir: Path) -
     for i, layer in enumerate(target.layers):
         layer.register_forward_pre_hook(lambda module, args, i=i: ran.append(i))
     bounds = np.array([0, 4], dtype=np.int32)
-    first = target.capture(np.arange(4, 8), bounds).features
+    first = target.capture(np.arange(4, 8), bounds).hidden
     assert ran == [0, 1]
     ran.clear()
     second = target.capture(np.arange(4, 8), bounds, want_last_hidden=True)
     assert ran == [0, 1, 2, 3]
-    assert torch.equal(first, second.features)
+    assert torch.equal(first, second.hidden)
 
 
 def test_argmax_of_captured_states_is_what_the_target_would_write(tiny_target_dir: Path) -> None:
@@ -157,9 +161,9 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
     assert rows_T.tolist() == [0] * 6 + [1] * 5
     assert positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
     alone = target.capture(packed, np.array([0, 6, 11], dtype=np.int32), want_last_hidden=True)
-    torch.testing.assert_close(features_T, alone.features)
+    torch.testing.assert_close(features_T, alone.hidden)
     torch.testing.assert_close(hidden_T, alone.last_hidden)
-    # row 0 goes on from position 6, row 1 from position 3: its slots 3 and 4 count as rejected
+    # Row 0 continues from position 6, row 1 from position 3: its slots 3 and 4 count as rejected.
     starts = [6, 3]
     junk = torch.full((2, 5), 77)
     positions = torch.tensor([[s + k for k in range(5)] for s in starts])
@@ -170,50 +174,46 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
     for i, (row, s) in enumerate(zip(rows, starts)):
         plain = target.capture(row[: s + 8], np.array([0, s + 8], dtype=np.int32), want_last_hidden=True)
         assert plain.last_hidden is not None
-        torch.testing.assert_close(features[i], plain.features[s:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(features[i], plain.hidden[s:], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(hidden[i], plain.last_hidden[s:], rtol=1e-5, atol=1e-5)
 
 
 def test_sliding_window_layers_match_transformers(tmp_path: Path) -> None:
     torch.manual_seed(2)
     config = Qwen3Config(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, initializer_range=0.2, use_sliding_window=True, sliding_window=4,
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.2,
+        use_sliding_window=True,
+        sliding_window=4,
         max_window_layers=2,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert model.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     target = Target.load(tmp_path, layer_ids=[1, 2, 3], compute_dtype="float32")
     tokens = random_tokens(512)
     raw, _ = plain_states(model, tokens)
+    expected = torch.cat([raw[i] for i in (1, 2, 3)], dim=1)
     for width in (0, 20):
-        features = target.capture(tokens, CU_SEQLENS, width).features
-        torch.testing.assert_close(
-            features, torch.cat([raw[i] for i in (1, 2, 3)], dim=1), rtol=1e-5, atol=1e-5
-        )
+        features = target.capture(tokens, CU_SEQLENS, width).hidden
+        torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layer_ids_as_published() -> None:
-    assert target_layer_ids(36, 5) == [1, 9, 17, 25, 33]
-    assert target_layer_ids(30, 5) == [1, 8, 14, 20, 27]
-    assert target_layer_ids(30, 1) == [15]
-    assert target_layer_ids(4, 1) == [2]
+def test_layer_ids_are_checked_at_loading(tiny_target_dir: Path) -> None:
+    with pytest.raises(UserError, match="drafter.target_layer_ids.*0 to 3"):
+        Target.load(tiny_target_dir, layer_ids=[4], compute_dtype="float32")
 
 
-def test_impossible_layer_ids_are_refused(tiny_target_dir: Path) -> None:
-    with pytest.raises(UserError, match="drafter.num_captured_layers: 5"):
-        target_layer_ids(6, 5)
-    for wrong in ([4], [-1, 2], [2, 1], [1, 1], []):
-        with pytest.raises(UserError, match="drafter.target_layer_ids.*0 to 3"):
-            Target.load(tiny_target_dir, layer_ids=wrong, compute_dtype="float32")
-
-
-def test_a_target_that_mixes_outside_of_attention_is_refused_packed(tiny_target_dir: Path) -> None:
+def test_a_target_that_mixes_outside_of_attention_is_rejected_packed(tiny_target_dir: Path) -> None:
     target = Target.load(tiny_target_dir, layer_ids=[1], compute_dtype="float32")
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    )
+    config = LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    model = LlamaForCausalLM(config)
     model.config.layer_types = ["linear_attention", "full_attention"]
     hybrid = Target(model, [0], compute_dtype=torch.float32, feature_dtype=torch.float32)
     with pytest.raises(UserError, match="batching.strategy.*cannot run packed"):
@@ -231,9 +231,9 @@ def test_features_are_rounded_to_the_feature_dtype(tiny_target_dir: Path) -> Non
     tokens = random_tokens(512)
     wide = Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32").capture(tokens, CU_SEQLENS)
     narrow = Target.load(tiny_target_dir, layer_ids=[1, 3], compute_dtype="float32", feature_dtype="bfloat16")
-    features = narrow.capture(tokens, CU_SEQLENS).features
+    features = narrow.capture(tokens, CU_SEQLENS).hidden
     assert features.dtype == torch.bfloat16
-    assert torch.equal(features, wide.features.to(torch.bfloat16))
+    assert torch.equal(features, wide.hidden.to(torch.bfloat16))
 
 
 def test_a_target_placed_by_a_device_map_captures_the_same(tiny_target_dir: Path) -> None:
@@ -243,9 +243,8 @@ def test_a_target_placed_by_a_device_map_captures_the_same(tiny_target_dir: Path
         for device_map in (None, "cpu")
     )
     assert placed.device == placed.head_weight.device == torch.device("cpu")
-    assert torch.equal(
-        placed.capture(tokens, CU_SEQLENS).features, plain.capture(tokens, CU_SEQLENS).features
-    )
+    expected = plain.capture(tokens, CU_SEQLENS).hidden
+    assert torch.equal(placed.capture(tokens, CU_SEQLENS).hidden, expected)
 
 
 def test_the_real_target_captures_as_transformers_computes(smollm2_dir: Path) -> None:
@@ -260,7 +259,7 @@ def test_the_real_target_captures_as_transformers_computes(smollm2_dir: Path) ->
         captured = target.capture(tokens, CU_SEQLENS, width, want_last_hidden=True)
         # some coordinates of this model reach 26,000: relative to the largest value of the row
         scale = expected.abs().amax(dim=1, keepdim=True)
-        assert ((captured.features - expected).abs() / scale).max() < 1e-5
+        assert ((captured.hidden - expected).abs() / scale).max() < 1e-5
         torch.testing.assert_close(captured.last_hidden, normed, rtol=1e-4, atol=1e-4)
 
 

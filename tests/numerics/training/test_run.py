@@ -1,4 +1,4 @@
-"""A checkpoint named by hand: every field that does not fit is named, with both values."""
+"""From run.json to the parts of a run: which checkpoint fits, and the target's frozen ends."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.errors import UserError
+from dflash_core.target.target import Target
 from dflash_core.training.checkpoint import State
-from dflash_core.training.run import Run, check_fits
+from dflash_core.training.run import Run, check_fits, load_ends, load_target_config
 from tests.training_run import write_run
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_with_both_values(
+def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
     tmp_path: Path, tiny_target_dir: Path
 ) -> None:
+    """Every field that does not fit is named."""
+
     def facts(run_dir: Path) -> dict:
         run = Run.load(run_dir / "run.json")
         return run.facts(run.open_schedule(run.open_store()))
@@ -31,12 +36,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_values(
         "drafter": {"mask_token_id": 2, "block_size": 6, "target_layer_ids": [1, 2]},
         "data": {"chat_template": str(template)},
         "optimizer": {"lr": 1e-3, "schedule": "wsd"},
-        "training": {"epochs": 1, "keep_last": 9, "topology": "split"},  # how it runs may change
+        # Execution settings may change.
+        "training": {"epochs": 1, "keep_last": 9, "topology": "split"},
     }
     there, _ = write_run(tmp_path, target, changes, name="there", num_samples=50)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError) as rejection:
         check_fits(Path("step-00000007"), stored, facts(there))
-    message = str(refusal.value)
+    message = str(rejection.value)
     for line in (
         "drafter.mask_token_id: 3 -> 2",
         "drafter.block_size: 4 -> 6",
@@ -48,5 +54,21 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_both_values(
         assert line in message
     for name in ("data", "plans", "target"):
         old, new = stored.facts["inputs"][name], facts(there)["inputs"][name]
-        assert old != new and f"inputs.{name}: {old!r} -> {new!r}" in message
-    assert "keep_last" not in message and "topology" not in message
+        assert old != new
+        assert f"inputs.{name}: {old!r} -> {new!r}" in message
+    assert "keep_last" not in message
+    assert "topology" not in message
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_path: Path) -> None:
+    """A rank that only trains reads two tensors, or the one that is stored when they are tied."""
+    directory = make_tiny_target(tmp_path / "target", tie_word_embeddings=tied)
+    run_dir, _ = write_run(tmp_path, directory, name="run", num_samples=12)
+    run = Run.load(run_dir / "run.json")
+    config = load_target_config(run)
+    target = Target.load(directory, layer_ids=(0, 2), compute_dtype="float32")
+    whole, alone = (load_ends(run, config, t, torch.device("cpu"), torch.float32) for t in (target, None))
+    assert torch.equal(whole.embed_VD, alone.embed_VD)
+    assert torch.equal(whole.head_VD, alone.head_VD)
+    assert torch.equal(whole.embed_VD, whole.head_VD) == tied
