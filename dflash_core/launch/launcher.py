@@ -106,10 +106,10 @@ def launch(
     for old in [*(run_dir / "ranks").glob("rank-*"), summary]:
         old.unlink(missing_ok=True)
     forwarder = MetricsForwarder(run_dir, on_metrics) if on_metrics else None
-    child = _start(run_dir, training)
+    child = start(run_dir, training)
     failure: Exception | None = None
     try:
-        _watch(run_dir, training, child, summary)
+        watch(run_dir, training, child, summary)
     except TrainingFailed as stalled:
         failure = stalled
     finally:
@@ -131,7 +131,7 @@ def launch(
     return dict(json.loads(summary.read_text()))
 
 
-def _start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | None:
+def start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | None:
     """Start torchrun in its own process group; with the external launcher print commands, return None."""
     run_json = run_dir / "run.json"
     if training.launcher == "external":
@@ -147,7 +147,7 @@ def _start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] |
     return subprocess.Popen(command, env=environment, process_group=0)
 
 
-def _watch(
+def watch(
     run_dir: Path, training: TrainingConfig, child: subprocess.Popen[bytes] | None, summary: Path
 ) -> None:
     """Wait until the ranks are gone (or, started elsewhere, have finished or failed).
@@ -167,10 +167,10 @@ def _watch(
         running = records and all(r["phase"] not in START_PHASES for r in records)
         limit = training.stall_seconds if running else max(training.stall_seconds, START_SECONDS)
         if last_look - newest > limit:
-            raise TrainingFailed(_describe_stall(run_dir, records, last_look))
+            raise TrainingFailed(describe_stall(run_dir, records, last_look))
 
 
-def _describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) -> str:
+def describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) -> str:
     """Dump the stacks of the local ranks; return a message that names the rank the others wait for."""
     if not records:
         return "stall: no rank has started; is the rendezvous reachable?"
