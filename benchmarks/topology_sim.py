@@ -56,7 +56,7 @@ class PlanSchedule:
 
 
 def simulated_schedule(num_gpus: int, num_steps: int, seed: int = 0) -> Schedule:
-    """Build a packed plan of log-normal lengths (median 900, up to 8,192), `PER_STEP` microbatches per GPU."""
+    """Build a packed plan of log-normal lengths (median 900, at most 8,192), `PER_STEP` per GPU and step."""
     rng = np.random.default_rng(seed)
     mean_length = 1250
     num_samples = int(PER_STEP * num_gpus * num_steps * TOKEN_BUDGET / mean_length)
@@ -210,7 +210,7 @@ def main() -> None:
     sizes = ((8, 40), (64, 10), (512, 4))
     result["paper"] = [simulate_splits(name, gpus, steps) for name in MODELS for gpus, steps in sizes]
     print(json.dumps(result))
-    off = [name for name, found in result.get("check", {}).items() if abs(found["ratio"] - 1) > 0.1]
+    off = [name for name, run in result.get("check", {}).items() if abs(run["ratio"] - 1) > 0.1]
     sys.exit(f"more than 10% off: {', '.join(off)}" if off else 0)
 
 

@@ -58,8 +58,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def write_shard(directory: Path, *, num_samples: int = 60, seed: int = 0) -> Path:
     """Write random samples of 6 to 90 tokens: a prompt of a third, then an answer.
 
-    Every tenth sample has a single supervised token, its last, and so no eligible anchor: the token after it
-    is missing.
+    Every tenth sample has one supervised token, its last, and no eligible anchor: no token follows it.
     """
     rng = np.random.default_rng(seed)
     with ShardWriter(directory, source_digest=f"random {seed} {num_samples}", meta={}) as writer:
@@ -148,12 +147,12 @@ def weights(run_dir: Path) -> dict[str, np.ndarray]:
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
     """Return the living processes, zombies excepted, whose command line names this run."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and str(run_dir / "run.json") in process.cmdline():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def assert_nothing_left(run_dir: Path, seconds: float = 60.0) -> None:

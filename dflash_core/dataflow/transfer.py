@@ -4,8 +4,7 @@ Both sides of a transfer walk the same assignments, so nothing but tensors trave
 shapes are known in advance. A target has at most `max_inflight` microbatches sent and not yet received; a
 drafter has receives posted for as many. Each pair of ranks exchanges its microbatches in one order, which is
 all that the transport needs. States go from device to device (NCCL between GPUs, gloo between CPUs), never
-through the host. Each microbatch is accompanied by `TargetTimings`, on the CPU: the target's work since the
-one before.
+through the host. With each microbatch comes `TargetTimings` on the CPU: the target's work since the last.
 """
 
 from __future__ import annotations
@@ -247,8 +246,7 @@ def receive(
 def _finisher(device: torch.device) -> Callable[[list[dist.Work]], None]:
     """Return a function that returns once the transfers have completed, on the device too.
 
-    On CUDA it waits on a separate stream, so for nothing but the transfers, and the caller's stream waits for
-    that one.
+    On CUDA it waits on a separate stream, so only for the transfers; the caller's stream waits for that one.
     """
     if device.type != "cuda":
 

@@ -96,7 +96,7 @@ def launch(
         metrics_grace_seconds: limit for sending the remaining metrics after the end of training.
 
     Raises:
-        UserError: a mistake that a rank found.
+        UserError: a user's mistake that a rank reported.
         TrainingFailed: anything else; the message names rank, phase and cause.
     """
     run_dir, training = Path(run_dir), config.training

@@ -91,8 +91,7 @@ class Checkpointer:
             writer = dcp.FileSystemWriter(partial, sync_files=True)
             with _quietly():
                 dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-            # Each rank reads back its own files (__RANK_*.distcp), so digests cost the time of the largest
-            # share.
+            # Each rank reads its own files (__RANK_*.distcp): digests cost the time of the largest share.
             local = {p.name: _describe(p) for p in sorted(partial.glob(f"__{self.rank}_*"))}
             shares = self._gather(local)
             if self.rank == 0:
@@ -218,8 +217,7 @@ def verify(path: Path) -> str | None:
 def check_free_disk(directory: Path, num_parameters: int, keep_last: int) -> None:
     """Check before the run that its checkpoints will fit on the disk.
 
-    They are `keep_last` checkpoints, the best one and the one being written, each of weights and two moments
-    in fp32.
+    Weights and two moments in fp32, for `keep_last` checkpoints, the best one and the one being written.
 
     Raises:
         UserError: with the needed and the free space.

@@ -6,9 +6,8 @@ which are then divided by the step's summed weights. A rank without a microbatch
 adds zeros. So a step has the same collectives on every rank whatever its microbatches are, and its result
 does not depend on how the samples were split, beyond the order of floating-point sums.
 
-DistributedDataParallel does not fit: its hooks reduce during a backward pass, while a step here has many (one
-per chunk of blocks), and their number differs between ranks. One flat reduction per step is exact and costs
-less.
+DistributedDataParallel does not fit: its hooks reduce during a backward pass, while a step here has one per
+chunk of blocks, and their number differs between ranks. One flat reduction per step is exact and cheaper.
 """
 
 from __future__ import annotations

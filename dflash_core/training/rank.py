@@ -116,7 +116,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Models:
-    """What a rank loads: the target if it captures, drafter and loss settings if it trains."""
+    """Models of a rank: the target if it captures, drafter and loss settings if it trains."""
 
     spec: FeatureSpec
     target: Target | None

@@ -1,7 +1,6 @@
 """`run.json`, the description of a run, and the parts of a run on this rank that are built from it.
 
-Parts are the token store, the compute dtypes, the target or its frozen ends, and the drafter with its initial
-weights.
+Parts: token store, compute dtypes, the target or its frozen ends, the drafter with its initial weights.
 """
 
 from __future__ import annotations

@@ -52,9 +52,8 @@ def place_drafter(
         sharded.set_reshard_after_backward(False)
 
     def reduce() -> None:
-        # A pass is two backward passes (blocks, context), and FSDP reduces the gradients that exist by then:
-        # a rank that ran no microbatch must have all of them, as the others do, before the first pass that
-        # reduces.
+        # A pass is two backward passes (blocks, context), and FSDP reduces the gradients that exist then. So
+        # a rank without a microbatch needs all of them, like the others, before the first pass that reduces.
         _empty_pass(drafter, loss_settings, spec)
         sharded.set_requires_gradient_sync(True)
         sharded.set_reshard_after_backward(True)

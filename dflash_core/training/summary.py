@@ -54,8 +54,7 @@ def summarise(state: State, run: RunSpec, *, exported_step: int | None, advice: 
 def seconds_by_role(run: RunSpec) -> dict[str, dict[str, float]]:
     """Return the seconds of each role by the first word of the phase, since its processes started.
 
-    These are the hosts' seconds: on CUDA a host queues captures and training at once and waits for them in
-    another phase.
+    These are seconds of the hosts, which on CUDA queue captures and training and wait in another phase.
     """
     by_role: dict[str, dict[str, float]] = {}
     for record in read_records(run.directory):

@@ -41,8 +41,8 @@ def assert_equal_runs(run_dir: Path, undisturbed: Path) -> None:
     """Losses of all steps, validations and weights, bit for bit."""
     assert losses(run_dir) == losses(undisturbed)
     for kind in ("validation/loss", "validation/acceptance_length"):
-        found, expected = (read_metrics(d, kind) for d in (run_dir, undisturbed))
-        assert {s: v[kind] for s, v in found.items()} == {s: v[kind] for s, v in expected.items()}
+        actual, expected = (read_metrics(d, kind) for d in (run_dir, undisturbed))
+        assert {s: v[kind] for s, v in actual.items()} == {s: v[kind] for s, v in expected.items()}
     ours, theirs = weights(run_dir), weights(undisturbed)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -92,12 +92,12 @@ def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: P
     sharded = with_training(run_dir, config, topology="split", num_drafter_ranks=2, parallel="fsdp2")
     assert stop_at(run_dir, sharded, first + 3) >= first + 3
     run_ranks(run_dir, with_training(run_dir, config))
-    expected, found = read_metrics(undisturbed), read_metrics(run_dir)
-    assert list(found) == list(expected)
+    expected, actual = read_metrics(undisturbed), read_metrics(run_dir)
+    assert list(actual) == list(expected)
     for step, line in expected.items():
-        assert found[step]["train/lr"] == line["train/lr"]
-        assert found[step]["batch/num_samples"] == line["batch/num_samples"]
-        assert found[step]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
+        assert actual[step]["train/lr"] == line["train/lr"]
+        assert actual[step]["batch/num_samples"] == line["batch/num_samples"]
+        assert actual[step]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
 
 
 def test_the_best_checkpoint_survives_a_resume_and_is_exported(undisturbed: Path) -> None:

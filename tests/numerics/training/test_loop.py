@@ -55,14 +55,14 @@ def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path
         run_ranks(run_dir, config, probed)
     else:
         start_on_two_machines(run_dir, config)
-    expected, found = read_metrics(alone), read_metrics(run_dir)
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    expected, actual = read_metrics(alone), read_metrics(run_dir)
+    assert list(actual) == list(expected) == list(range(1, STEPS + 1))
     for step in expected:
         for field in ("train/lr", "batch/num_samples", "batch/tokens"):
-            assert found[step][field] == expected[step][field]
+            assert actual[step][field] == expected[step][field]
         for field in ("train/loss", "train/grad_norm"):
-            assert found[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
-        assert_plausible_roles(found[step], split=config.training.topology == "split")
+            assert actual[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
+        assert_plausible_roles(actual[step], split=config.training.topology == "split")
     final = [read_metrics(d, "validation/loss")[STEPS]["validation/loss"] for d in (alone, run_dir)]
     assert final[1] == pytest.approx(final[0], rel=1e-5)
     assert_same_initial_loss(alone, run_dir)
@@ -94,9 +94,9 @@ def test_every_strategy_has_the_same_initial_loss(
 
 
 def assert_same_initial_loss(alone: Path, run_dir: Path) -> None:
-    expected, found = (json.loads((d / "initial_loss.json").read_text()) for d in (alone, run_dir))
+    expected, actual = (json.loads((d / "initial_loss.json").read_text()) for d in (alone, run_dir))
     for field in ("loss", "weight_sum"):
-        assert found.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
-    assert found == expected
-    assert found["num_samples"] > 20
-    assert int(found["anchor_digest"], 16) > 0
+        assert actual.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
+    assert actual == expected
+    assert actual["num_samples"] > 20
+    assert int(actual["anchor_digest"], 16) > 0
