@@ -150,9 +150,9 @@ def explain(run_dir: Path, exit_code: int | None) -> str:
         if record["status"] == "running":
             rank = f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']})"
             return (
-                f"{rank} ended without a report in phase '{record['phase']}' of step {record['step']}: killed "
-                "from outside, or by the system for lack of memory; the run resumes from the newest complete "
-                "checkpoint"
+                f"{rank} ended without a report in phase '{record['phase']}' of step {record['step']}: "
+                "killed from outside, or by the system for lack of memory; the run resumes from the newest "
+                "complete checkpoint"
             )
     stopped = [r for r in records if r["status"] == "stopped"]
     if stopped and all(_is_broken_connection(e) for e in errors):
