@@ -14,8 +14,7 @@ from benchmarks.support.tiny_target import make_tiny_target
 
 ROOT = Path(__file__).parent.parent
 
-# These share one process from which ranks are forked (benchmarks/support/ranks.py): ten seconds of imports,
-# once.
+# These share one process that forks ranks (benchmarks/support/ranks.py): ten seconds of imports, once.
 RANKS = {
     "faults/training/test_rank.py",
     "integration/training/test_checkpoint.py",
@@ -77,11 +76,3 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A directory for the runs of one test file."""
     return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """One OpenMP thread in the processes that a test file starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
