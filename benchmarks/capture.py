@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from dflash_core.target.captured_layers import target_layer_ids
+from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.materialise import materialise
 from dflash_core.target.target import Target
 
@@ -126,7 +127,7 @@ def main() -> None:
             best[name] = min(best[name], seconds_of(run, target.device, clock))
     rates = {name: num_tokens / seconds for name, seconds in best.items()}
     efficiency = num_tokens / (width * args.samples)
-    dtype = str(target.compute_dtype).removeprefix("torch.")
+    dtype = dtype_name(target.compute_dtype)
     sizes = f"{args.samples} samples, {num_tokens} tokens, longest {width}"
     print(f"{sizes}, padding efficiency {efficiency:.2f}, {dtype}")
     for name, rate in rates.items():

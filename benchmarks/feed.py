@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_core.data.store import ShardWriter, TokenStore
+from dflash_core.data.shard_writer import ShardWriter
+from dflash_core.data.store import TokenStore
 
 BUDGET = 49_152
 

@@ -29,7 +29,8 @@ from typing import Any
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Conversation, Rendered
 from dflash_core.data.containers import read_rows
-from dflash_core.data.formats import RowReader, detect_format
+from dflash_core.data.format_detection import detect_format
+from dflash_core.data.formats import RowReader
 from dflash_core.data.ingest import ingest_file
 from dflash_core.data.stdlib_corpus import corpus_rows
 from dflash_core.target.materialise import materialise

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_core.config import DataConfig
-from dflash_core.data.store import SAMPLES_SCHEMA
+from dflash_core.data.shard_writer import SAMPLES_SCHEMA
 from tasks import length_profile
 
 # the row group of ShardWriter
@@ -71,7 +71,7 @@ def measure(num_samples: int, num_shards: int, rounds: int) -> dict[str, Any]:
             digest = length_profile.length_digest(samples, bound)
             seconds["key"].append(time.perf_counter() - started)
             started = time.perf_counter()
-            length_profile.profile_lengths.function(
+            length_profile.profile_lengths.write(
                 directory,
                 length_digest=digest,
                 sql_digest=length_profile.sql_digest(),

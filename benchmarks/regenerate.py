@@ -28,6 +28,7 @@ from dflash_core.data.chat import ChatEncoder
 from dflash_core.data.endpoint import Endpoint
 from dflash_core.data.stdlib_corpus import corpus_rows
 from dflash_core.decoding.generate import BatchDecoder
+from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
 
 
@@ -86,7 +87,7 @@ def main() -> None:
             best[name] = max(best[name], tokens_per_second(generator, some))
     result = {
         "target": args.target,
-        "compute_dtype": str(target.compute_dtype).removeprefix("torch."),
+        "compute_dtype": dtype_name(target.compute_dtype),
         "threads": torch.get_num_threads(),
         "prompts": len(prompts),
         "batch_size": args.batch_size,

@@ -56,7 +56,7 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
     ]
     tables.print_table(f"{config.deployment}: predicted, {basis}", rows)
     text = tables.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
-    artifacts.report("advice", config.deployment, text, steps.root_of(config), "predicted costs")
+    artifacts.page("advice", config.deployment, text, steps.root_of(config), "predicted costs")
     figures = {f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts}
     return {
         "strategies": figures,

@@ -14,8 +14,7 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import EvaluateOptions
 from flows.runtime.entry import run_flow
-from tasks import report
-from tasks.reporting import tables
+from tasks.reporting import report_tables, tables
 
 
 @run_flow("evaluate-drafter")
@@ -23,8 +22,7 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
     """Returns the evaluation."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
-    tables.print_table(
-        f"{config.deployment}: {directory}",
-        [*report.evaluation_rows(evaluated["evaluation"]), *report.acceptance_rows(evaluated["evaluation"])],
-    )
-    return evaluated["evaluation"]
+    figures = evaluated["evaluation"]
+    rows = [*report_tables.evaluation_rows(figures), *report_tables.acceptance_rows(figures)]
+    tables.print_table(f"{config.deployment}: {directory}", rows)
+    return figures

@@ -12,19 +12,20 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import PreviewOptions
 from flows.runtime.entry import run_flow
-from tasks import ingest, preview
+from tasks import preview
 from tasks.reporting import tables
 
 
 @run_flow("preview-data")
 def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object]:
     """Returns the rows of the token store that were shown."""
+    from dflash_core.data.chat import load_tokenizer
+
     steps.check_options(options)
     target = steps.prepare_target(config, options)
     dataset = steps.ingest_all(config, options, target)
-    tokenizer = ingest.load_tokenizer(
-        str(steps.target_directory(config, target)), config.target.trust_remote_code
-    )
+    directory = str(steps.target_directory(config, target))
+    tokenizer = load_tokenizer(directory, trust_remote_code=config.target.trust_remote_code)
     tables.print_table(f"{config.deployment}: data", preview.file_rows(dataset.pointers))
     rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.limit)
     return {"rows": rows}

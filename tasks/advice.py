@@ -50,23 +50,20 @@ def machine() -> str:
 
 
 # Faster code of the measured parts is not another version: `refresh` measures again.
-@stage("calibrate", version=1, sources=("dflash_core.batching.cost",), locations=("where",))
-def calibrate(
-    out: Path,
-    *,
-    machine: str,
-    target_fingerprint: str,
-    dataset_digest: str,
-    settings: dict[str, Any],
-    where: dict[str, Any],
-) -> dict[str, Any]:
+@stage(
+    "calibrate",
+    version=1,
+    sources=("dflash_core.batching.cost",),
+    key_only=("machine", "target_fingerprint", "dataset_digest"),
+    locations=("where",),
+)
+def calibrate(out: Path, *, settings: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """Write calibration.json: measured seconds of a few microbatches, and the constants of the cost model."""
     from transformers.utils.logging import disable_progress_bar
 
     from dflash_core.training.calibrate import Meter, fit_cost_model
     from dflash_core.training.run import RunSpec
 
-    del machine, target_fingerprint, dataset_digest  # the key
     disable_progress_bar()
     run = RunSpec(
         directory=out,

@@ -24,11 +24,16 @@ def edges_inputs(profile: dict[str, Any], batching: BatchingConfig) -> dict[str,
     }
 
 
-@stage("edges", version=1, sources=("dflash_core.batching.buckets",), locations=("profile_directory",))
+@stage(
+    "edges",
+    version=1,
+    sources=("dflash_core.batching.buckets",),
+    key_only=("histogram_digest",),
+    locations=("profile_directory",),
+)
 def bucket_edges(
     out: Path,
     *,
-    histogram_digest: str,
     token_budget: int,
     num_buckets: int,
     shapes: str,
@@ -39,7 +44,6 @@ def bucket_edges(
     from dflash_core.batching.buckets import edge_curve
     from tasks.reporting import plots
 
-    del histogram_digest  # the key
     histogram = read_profile(Path(profile_directory))
     curve = edge_curve(
         histogram["lengths"],

@@ -93,7 +93,7 @@ def read_metrics(result: Result, plans: Sequence[Any], lengths: Lengths) -> comp
     """A run's metrics beside the composition of its steps; `plans` are the epochs that it trained on."""
     shares = np.concatenate([step_composition(plan, lengths) for plan in plans])
     epochs = np.concatenate([np.full(plan.num_steps, epoch) for epoch, plan in enumerate(plans)])
-    lines = report.read_metrics(Path(result.trained["run_dir"]))
+    lines = runs.read_metrics(Path(result.trained["run_dir"]))
     return comparison.read_run(result.strategy, result.seed, lines, shares, epochs)
 
 
@@ -135,7 +135,7 @@ def write_comparison(
     (directory / "report.md").write_text(text, encoding="utf-8")
     write_json(directory / "report.json", found)
     runs.point_latest(directory)
-    artifacts.report("report", settings.deployment, text, directory, found["recommendation"])
+    artifacts.page("report", settings.deployment, text, directory, found["recommendation"])
     for result in results:
         mlflow_client.log_summary(
             settings,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, from_dict
-from dflash_core.data.chat import ChatEncoder, Rejection
+from dflash_core.data.chat import ChatEncoder, Rejection, load_tokenizer
 from dflash_core.data.prompts import ChatPrompt, read_prompts
 from dflash_core.data.store import TokenStore
 from dflash_core.decoding.evaluate import Evaluation, evaluate
@@ -15,7 +15,6 @@ from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from tasks.evaluate import VALIDATION_SET
-from tasks.ingest import load_tokenizer
 
 
 def validation_prompts(shards: list[str], data: DataConfig, limit: int) -> list[tuple[int, ...]]:
@@ -51,7 +50,9 @@ class PromptSets:
             found = validation_prompts(where["shards"], self.data, num_prompts)
             self.fixed = [Prompt(token_ids=ids, prompt_set=VALIDATION_SET) for ids in found]
             return
-        self.tokenizer = load_tokenizer(where["target_directory"], where["trust_remote_code"])
+        self.tokenizer = load_tokenizer(
+            where["target_directory"], trust_remote_code=where["trust_remote_code"]
+        )
         self.encoder = ChatEncoder(self.tokenizer, self.data, None)
         for prompt_set, path in zip(prompt_sets, where["prompt_paths"], strict=True):
             prompts = read_prompts(Path(path), limit=num_prompts)

@@ -11,7 +11,8 @@ from typing import Any
 
 from dflash_core.config import EvaluationConfig
 from dflash_core.errors import UserError
-from tasks.storage.stages import FileDigests, stage
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.stages import stage
 
 VALIDATION_SET = "validation"
 

@@ -1,24 +1,38 @@
-"""Stage `ingest`, one task a file: conversations become a token shard. Also the list of files and the open
-data set.
+"""Stage `ingest`, one task per file: conversations become a token shard.
+
+A shard depends on the bytes of its file, the tokenizer and the settings that `ingest_rules` returns, and on
+nothing else: a new file is ingested alone, and a file that was moved is not read again.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RunConfig, decisive
+from dflash_core.data import stdlib_corpus
+from tasks.storage.file_digests import FileDigests
 from tasks.storage.input_files import find_files
-from tasks.storage.stages import RETRY_IO, FileDigests, stage
+from tasks.storage.stages import RETRY_IO, stage
 
-LIBRARY = "stdlib"  # the source that stands for no file at all
+# Figures of a shard's manifest that its pointer repeats.
+SHARD_FIGURES = (
+    "digest",
+    "num_rows",
+    "num_blank",
+    "num_samples",
+    "num_rejected",
+    "num_duplicates",
+    "num_tokens",
+    "rejects",
+    "notes",
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file to ingest, or the standard library; `digest` is of its contents."""
+    """One file to ingest, or the standard library, with the digest of its contents."""
 
     path: str
     digest: str
@@ -29,65 +43,51 @@ class Source:
 
 
 def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
-    """What is to be ingested, with the digest of each; the standard library when no file is named."""
+    """Return the files to ingest; the standard library when no file is named."""
     if not data.files:
-        from dflash_core.data.stdlib_corpus import corpus_digest
-
-        return [Source(LIBRARY, corpus_digest())]
+        return [Source(stdlib_corpus.SOURCE, stdlib_corpus.corpus_digest())]
     return [Source(str(path), digests.of(path)) for path in find_files(data.files)]
 
 
 def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
-    """The settings that decide a shard, beside the file and the tokenizer."""
+    """Return the settings that decide a shard, together with the file and the tokenizer."""
     rules = decisive(config.data)
-    for name in ("files", "min_validation_samples"):  # these decide the set of shards, and its split
+    # These decide the set of shards and its split, not a shard.
+    for name in ("files", "min_validation_samples"):
         del rules[name]
     if config.data.chat_template is not None:
         rules["chat_template"] = digests.of(Path(config.data.chat_template))
     return {**rules, "mask_token_id": config.drafter.mask_token_id}
 
 
-@functools.lru_cache(maxsize=2)
-def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-
-
 @stage(
     "ingest",
     version=3,
     sources=("dflash_core.data.ingest", "dflash_core.anchors"),
+    key_only=("source_digest", "source_name", "tokenizer_fingerprint"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
 )
 def ingest(
     out: Path,
     *,
-    source_digest: str,
-    source_name: str,
-    tokenizer_fingerprint: str,
     rules: dict[str, Any],
     path: str,
     data: dict[str, Any],
     target_directory: str,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """Writes the shard into `out/shard`."""
+    """Write the shard into `out/shard`."""
     from dflash_core.config import from_dict
+    from dflash_core.data.chat import load_tokenizer
     from dflash_core.data.ingest import ingest_file
 
-    del source_digest, source_name, tokenizer_fingerprint  # the key; a file's name is the name of its source
     manifest = ingest_file(
         path,
         from_dict(DataConfig, data),
-        load_tokenizer(target_directory, trust_remote_code),
+        load_tokenizer(target_directory, trust_remote_code=trust_remote_code),
         out / "shard",
         mask_token_id=rules["mask_token_id"],
     )
-    shown = (
-        "digest", "num_rows", "num_blank", "num_samples", "num_rejected", "num_duplicates", "num_tokens", "rejects",
-        "notes",
-    )  # fmt: skip
-    format_name = manifest["meta"]["format"]
-    return {"source": Path(path).name, "format": format_name, **{name: manifest[name] for name in shown}}
+    figures = {name: manifest[name] for name in SHARD_FIGURES}
+    return {"source": Path(path).name, "format": manifest["meta"]["format"], **figures}

@@ -1,5 +1,7 @@
-"""Stage `profile`: how long the samples are, by DuckDB over the shards' samples.parquet. The SQL is in
-`sql/`.
+"""Stage `profile`: sequence lengths of the samples, computed by DuckDB over the shards' samples.parquet.
+
+The SQL is in `sql/`, one relation per file. Samples are scanned once, into a table of counts by length, which
+the other relations read. The stage reruns when lengths or the SQL change; its key needs no token.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ from dflash_core.files import content_digest
 from tasks.storage.stages import stage
 
 RELATIONS = ("length_counts", "length_stats", "length_histogram", "source_stats", "truncation_loss")
-MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)  # candidates of the truncation table
+# Candidates for data.max_length in the truncation table.
+MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 
 
 def connect() -> Any:
-    """DuckDB in memory, with bounded memory and threads, spilling to the system's temporary directory, and
-    offline.
-    """
+    """Open DuckDB in memory: offline, with bounded memory and threads, spilling to temporary files."""
     import duckdb
 
     return duckdb.connect(
@@ -38,7 +39,7 @@ def connect() -> Any:
 
 
 def query(connection: Any, name: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """The rows of `sql/<name>.sql` as mappings."""
+    """Return the rows of `sql/<name>.sql` as mappings."""
     cursor = connection.cursor()
     result = cursor.execute(sql.read(name), parameters)
     columns = [column[0] for column in result.description]
@@ -46,13 +47,13 @@ def query(connection: Any, name: str, parameters: dict[str, Any] | None = None) 
 
 
 def count_lengths(connection: Any, samples: Sequence[str], validation_bound: int) -> None:
-    """Makes the table `length_counts`, which the other relations read: the only scan of the samples."""
+    """Create the table `length_counts`, which the other relations read: the only scan of the samples."""
     parameters = {"shards": list(samples), "validation_bound": validation_bound}
     connection.execute(f"CREATE TABLE length_counts AS {sql.read('length_counts')}", parameters)
 
 
 def validation_bound(samples: Sequence[Path], data: DataConfig) -> int:
-    """The key below which a sample is a validation sample, over all shards."""
+    """Return the key below which a sample of any shard is a validation sample."""
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -65,33 +66,24 @@ def validation_bound(samples: Sequence[Path], data: DataConfig) -> int:
 
 
 def length_digest(samples: Sequence[Path], bound: int) -> str:
-    """Digest of all that the profile shows, whatever the order of rows: the profile's key. Needs no token."""
+    """Return the digest of everything that the profile shows, independent of the order of rows."""
     import duckdb
 
+    parameters = {"shards": [str(path) for path in samples], "validation_bound": bound}
     with connect() as connection:
-        rows = query(connection, "length_digest", {"shards": _texts(samples), "validation_bound": bound})
-        return content_digest(
-            {"duckdb": duckdb.__version__, "rows": rows}
-        )  # hash() may change with DuckDB's version
+        rows = query(connection, "length_digest", parameters)
+    # The version is part of the digest, since hash() in SQL may change with it.
+    return content_digest({"duckdb": duckdb.__version__, "rows": rows})
 
 
 def sql_digest() -> str:
-    """Digest of the texts of the profile's relations."""
+    """Return the digest of the texts of the profile's relations."""
     return content_digest({name: sql.read(name) for name in RELATIONS})
 
 
-def _texts(paths: Sequence[Path]) -> list[str]:
-    return [str(path) for path in paths]
-
-
-@stage("profile", version=1, locations=("shards",))
-def profile_lengths(
-    out: Path, *, length_digest: str, sql_digest: str, validation_bound: int, shards: list[str]
-) -> dict[str, Any]:
-    """Writes profile.json: the statistics, the histogram of training samples, sources, what truncation would
-    lose.
-    """
-    del length_digest, sql_digest  # the key
+@stage("profile", version=1, key_only=("length_digest", "sql_digest"), locations=("shards",))
+def profile_lengths(out: Path, *, validation_bound: int, shards: list[str]) -> dict[str, Any]:
+    """Write profile.json: statistics, the histogram of training samples, sources, the loss by truncation."""
     samples = [str(Path(shard) / "samples.parquet") for shard in shards]
     with connect() as connection:
         count_lengths(connection, samples, validation_bound)
@@ -107,12 +99,10 @@ def profile_lengths(
             "truncation": query(connection, "truncation_loss", {"max_lengths": candidates}),
         }
     (out / "profile.json").write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    return {
-        "stats": stats,
-        "histogram_digest": content_digest({"lengths": profile["lengths"], "counts": profile["counts"]}),
-    }
+    histogram_digest = content_digest({"lengths": profile["lengths"], "counts": profile["counts"]})
+    return {"stats": stats, "histogram_digest": histogram_digest}
 
 
 def read_profile(directory: Path) -> dict[str, Any]:
-    """The profile in a stage's directory."""
+    """Return the profile in a stage's directory."""
     return json.loads((directory / "profile.json").read_text(encoding="utf-8"))

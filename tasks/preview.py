@@ -1,4 +1,4 @@
-"""Samples as text: what is supervised, where blocks may start, where they start in the first epoch."""
+"""Samples as text: supervised tokens, and the anchors that are drawn in the first epoch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from dflash_core.data.preview import pieces
 
 
 def choose(lengths: np.ndarray, num_samples: int) -> list[int]:
-    """Samples spread over the lengths: shortest, longest and those between; indices into `lengths`."""
+    """Return indices of samples spread over the lengths, from the shortest to the longest."""
     order = np.argsort(lengths, kind="stable")
     positions = np.linspace(0, len(order) - 1, min(num_samples, len(order)))
     return [int(order[round(position)]) for position in positions]
 
 
 def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig, *, marks: bool = False) -> Text:
-    """One sample: dim what is only context, green what is supervised, underlined the anchors of epoch 0.
+    """Return one sample as text: context is dim, supervised text green, the anchors of epoch 0 underlined.
 
-    `marks` puts supervised text between two brackets as well, for places without colours.
+    Args:
+        store: token store.
+        row: the sample's row in the store.
+        tokenizer: decodes the token ids.
+        config: settings that decide the anchors.
+        marks: put supervised text between brackets too, for terminals without colours.
     """
     from dflash_core.anchors import draw_anchors, eligible_positions
 
@@ -42,11 +47,12 @@ def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig, *, ma
         f"{len(anchors)} drawn, {'validation' if store.is_validation[row] else 'training'}\n",
         style="bold",
     )
-    starts = np.zeros(len(token_ids), dtype=bool)
-    starts[anchors] = True
+    is_anchor = np.zeros(len(token_ids), dtype=bool)
+    is_anchor[anchors] = True
+    # The position makes the styles of neighbouring anchors differ, so that each is a piece of its own.
     styles = [
-        f"{'green' if supervised else 'dim'}{f' underline {i}' if start else ''}"
-        for i, (supervised, start) in enumerate(zip(loss_mask, starts))
+        f"{'green' if supervised else 'dim'}{f' underline {i}' if anchor else ''}"
+        for i, (supervised, anchor) in enumerate(zip(loss_mask, is_anchor))
     ]
     inside = False
     for piece, style in pieces(token_ids, styles, tokenizer.decode):
@@ -57,27 +63,26 @@ def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig, *, ma
 
 
 def file_rows(pointers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What became of each file: its name, and counts of rows, rejected rows and remarks by text."""
+    """Return the name of each file, and its counts of rows, of rejected rows and of remarks by text."""
     rows = []
-    for found in pointers:
-        lines = [f"{found['format']}: {found['num_samples']:,} samples of {found['num_rows']:,} rows"]
-        lines += [f"{count:,} rejected: {reason}" for reason, count in found["rejects"].items()]
-        lines += [f"{count:,} kept: {note}" for note, count in found["notes"].items()]
-        rows.append((found["source"], "\n".join(lines)))
+    for shard in pointers:
+        lines = [f"{shard['format']}: {shard['num_samples']:,} samples of {shard['num_rows']:,} rows"]
+        lines += [f"{count:,} rejected: {reason}" for reason, count in shard["rejects"].items()]
+        lines += [f"{count:,} kept: {note}" for note, count in shard["notes"].items()]
+        rows.append((shard["source"], "\n".join(lines)))
     return rows
 
 
 def show_samples(store: Any, tokenizer: Any, config: RunConfig, num_samples: int) -> list[int]:
-    """Prints samples; returns their rows."""
+    """Print samples; return their rows in the store."""
     rows = choose(store.lengths, num_samples)
     console = Console()
-    colours = console.color_system is not None
-    console.print(
-        "supervised tokens are green, anchors of the first epoch underlined, context is dim"
-        if colours
-        else "supervised tokens stand between \u27e6 and \u27e7"
-    )
+    has_colours = console.color_system is not None
+    if has_colours:
+        console.print("supervised tokens are green, anchors of the first epoch underlined, context is dim")
+    else:
+        console.print("supervised tokens stand between \u27e6 and \u27e7")
     for row in rows:
-        console.print(render_sample(store, row, tokenizer, config, marks=not colours), highlight=False)
+        console.print(render_sample(store, row, tokenizer, config, marks=not has_colours), highlight=False)
         console.rule()
     return rows

@@ -1,4 +1,7 @@
-"""What of the store nothing refers to any more, and its removal."""
+"""Find and remove old runs and the stage outputs that no run references.
+
+Nothing that a kept run's run.json names is removed, and nothing younger than `YOUNG_SECONDS`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-YOUNG_SECONDS = 3600.0  # outputs younger than this may belong to a flow that is still running
+# Outputs younger than this may belong to a flow that is still running.
+YOUNG_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Removable:
-    """A directory that can go, why, and its size."""
+    """A directory that can be removed, the reason, and its size."""
 
     path: Path
     reason: str
@@ -22,12 +26,12 @@ class Removable:
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of all files below; a hard link counts where it is."""
+    """Return the bytes of all files below a directory; a hard link counts each time."""
     return sum(p.lstat().st_size for p in directory.rglob("*") if p.is_file())
 
 
 def run_directories(root: Path) -> list[Path]:
-    """Runs of all deployments: directories with a run.json, the link `latest` left aside."""
+    """Return the runs of all deployments: directories with a run.json, without the links `latest`."""
     return sorted(p.parent for p in root.glob("*/*/run.json") if not p.parent.is_symlink())
 
 
@@ -40,22 +44,22 @@ def _paths_in(value: object) -> Iterable[Path]:
 
 
 def referenced(root: Path, runs: Iterable[Path]) -> set[Path]:
-    """Stage directories that the runs' inputs lie in: `store/<stage>/<key>`."""
-    store, found = (root / "store").resolve(), set()
+    """Return the stage directories `store/<stage>/<key>` that hold inputs of the runs."""
+    store, directories = (root / "store").resolve(), set()
     for run in runs:
-        described = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        for value in [*described["paths"].values(), *described.get("used", [])]:
+        contents = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        for value in [*contents["paths"].values(), *contents.get("used", [])]:
             for path in _paths_in(value):
                 parts = path.resolve().parts[len(store.parts) :]
                 if path.resolve().is_relative_to(store) and len(parts) >= 2:
-                    found.add(store / parts[0] / parts[1])
-    return found
+                    directories.add(store / parts[0] / parts[1])
+    return directories
 
 
 def find_removable(
     root: Path, *, keep_runs: int | None, protected_runs: set[Path], now: float | None = None
 ) -> list[Removable]:
-    """What can go: old runs (only where `keep_runs` is given), then stage outputs that no kept run refers to.
+    """Return old runs (only where `keep_runs` is given), then stage outputs that no kept run refers to.
 
     Args:
         root: the storage root.
@@ -65,29 +69,33 @@ def find_removable(
     """
     root, now = root.resolve(), time.time() if now is None else now
     runs = run_directories(root)
-    old: list[Path] = []
-    if keep_runs is not None:
-        for deployment in {run.parent for run in runs}:
-            newest = sorted(
-                (run for run in runs if run.parent == deployment),
-                key=lambda run: (run / "run.json").stat().st_mtime,
-            )
-            latest = (deployment / "latest").resolve()
-            old += [r for r in newest[:-keep_runs] if r != latest and r not in protected_runs]
-    kept = [run for run in runs if run not in old]
-    wanted = referenced(root, kept)
-    found = [Removable(run, "old run", size_of(run)) for run in sorted(old)]
+    old = [] if keep_runs is None else _old_runs(runs, keep_runs, protected_runs)
+    used = referenced(root, [run for run in runs if run not in old])
+    removable = [Removable(run, "old run", size_of(run)) for run in sorted(old)]
     for directory in sorted((root / "store").glob("*/*")):
-        if not directory.is_dir() or directory in wanted or now - directory.stat().st_mtime < YOUNG_SECONDS:
+        if not directory.is_dir() or directory in used or now - directory.stat().st_mtime < YOUNG_SECONDS:
             continue
         reason = "left over" if directory.name.startswith(".") else "no run refers to it"
-        found.append(Removable(directory, reason, size_of(directory)))
-    return found
+        removable.append(Removable(directory, reason, size_of(directory)))
+    return removable
 
 
-def remove(found: Iterable[Removable]) -> None:
-    """Removes the directories, each under a hidden name first, so that nothing half-removed looks whole."""
-    for item in found:
+def _old_runs(runs: list[Path], keep_runs: int, protected_runs: set[Path]) -> list[Path]:
+    """Return the runs beyond the newest of their deployment, without the latest and the protected ones."""
+    old: list[Path] = []
+    for deployment in {run.parent for run in runs}:
+        by_age = sorted(
+            (run for run in runs if run.parent == deployment),
+            key=lambda run: (run / "run.json").stat().st_mtime,
+        )
+        latest = (deployment / "latest").resolve()
+        old += [run for run in by_age[:-keep_runs] if run != latest and run not in protected_runs]
+    return old
+
+
+def remove(removable: Iterable[Removable]) -> None:
+    """Remove the directories, each under a hidden name first, so that a partial one never looks complete."""
+    for item in removable:
         hidden = item.path.with_name(f".removed-{item.path.name}")
         item.path.rename(hidden)
         shutil.rmtree(hidden)

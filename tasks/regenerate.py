@@ -1,4 +1,8 @@
-"""Stage `regenerate`, one task a file, off by default: the target writes the assistant turns of the data anew."""
+"""Stage `regenerate`, one task per file, off by default: the target rewrites the assistant turns of the data.
+
+Answers are kept in one database under the storage root as they are made, so a stage that was interrupted
+continues where it stopped, and equal prompts are answered once.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, decisive, from_dict, to_dict
-from tasks.ingest import Source, load_tokenizer
-from tasks.storage.stages import RETRY_IO, FileDigests, stage
+from tasks.ingest import Source
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.pointers import RegeneratedPointer, TargetPointer
+from tasks.storage.stages import RETRY_IO, stage
 
-_loaded: dict[tuple[str, ...], Any] = {}  # the target between one file and the next, see `release_target`
+# The target, kept from one file to the next inside `target_for_all_files`.
+_loaded: dict[tuple[str, ...], Any] = {}
 
 
 @stage(
     "regenerate",
     version=3,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.decoding.generate"),
+    key_only=("source_digest", "rules", "sampling"),
     locations=("where",),
-    timeout_seconds=None,  # a large file takes days; requests have limits, and answers are kept
+    # A large file takes days; requests have limits, and answers are kept.
+    timeout_seconds=None,
     **RETRY_IO,
 )
 def regenerate(
     out: Path,
     *,
-    source_digest: str,
     source_name: str,
     model: dict[str, str],
-    rules: dict[str, Any],
-    sampling: dict[str, Any],
     where: dict[str, Any],
 ) -> dict[str, Any]:
-    """Writes the file's conversations with the target's answers into `out`, as JSONL of the same name."""
+    """Write the file's conversations with the target's answers into `out`, as JSONL of the same name."""
     from dflash_core.data.answers import AnswerCache
-    from dflash_core.data.chat import ChatEncoder
+    from dflash_core.data.chat import ChatEncoder, load_tokenizer
     from dflash_core.data.regenerate import Progress, regenerate_file
 
-    del source_digest, rules, sampling  # the key
     data: DataConfig = from_dict(DataConfig, where["data"])
     settings: RegenerateConfig = from_dict(RegenerateConfig, where["regenerate"])
-    tokenizer = load_tokenizer(where["target_directory"], where["trust_remote_code"])
+    tokenizer = load_tokenizer(where["target_directory"], trust_remote_code=where["trust_remote_code"])
     name = f"{source_name.split('.')[0] or source_name}.jsonl"
     cache = AnswerCache(Path(where["cache"]))
     try:
@@ -63,6 +68,7 @@ def regenerate(
 
 
 def _generator(config: RegenerateConfig, model: dict[str, str], tokenizer: Any, where: dict[str, Any]) -> Any:
+    """Return the generator of answers: the endpoint where one is named, else the target in this process."""
     if config.base_url is not None:
         from dflash_core.data.endpoint import Endpoint
 
@@ -83,7 +89,8 @@ def _target(where: dict[str, Any]) -> Any:
         _loaded.clear()
         _loaded[key] = Target.load(
             where["target_directory"],
-            layer_ids=[0],  # decoding alone: what is captured is not read
+            # Decoding needs no captured layers.
+            layer_ids=[0],
             device=device,
             compute_dtype=where["compute_dtype"],
             trust_remote_code=where["trust_remote_code"],
@@ -94,7 +101,7 @@ def _target(where: dict[str, Any]) -> Any:
 
 @contextmanager
 def target_for_all_files() -> Iterator[None]:
-    """Inside, the target stays loaded from one file to the next; afterwards its memory is free for training."""
+    """Keep the target loaded from one file to the next; afterwards its memory is free for training."""
     try:
         yield
     finally:
@@ -108,55 +115,58 @@ def target_for_all_files() -> Iterator[None]:
 
 
 def regenerate_inputs(
-    config: RunConfig, source: Source, *, target: dict[str, Any], digests: FileDigests
+    config: RunConfig, source: Source, *, target: TargetPointer, digests: FileDigests
 ) -> dict[str, Any]:
-    """What decides the answers of one file: its bytes, who answers, how rows are read, the sampling."""
+    """Return the inputs that decide the answers of one file.
+
+    They are its bytes, the model that answers, the rules by which rows are read, and the sampling.
+    """
     settings = config.regenerate
     name = Path(config.target.name).name
     if settings.base_url is None:
         model = {"model": name, "fingerprint": target["fingerprint"]}
     else:
         model = {"model": settings.model or config.target.name, "base_url": settings.base_url}
-    read = ("format", "limit", "columns", "roles", "reasoning", "max_length")
-    rules = {key: value for key, value in decisive(config.data).items() if key in read}
-    rules["tokenizer"] = target["tokenizer_fingerprint"]  # with its template, by which prompts are made
+    reading = ("format", "limit", "columns", "roles", "reasoning", "max_length")
+    rules = {key: value for key, value in decisive(config.data).items() if key in reading}
+    # The tokenizer comes with the chat template that makes the prompts.
+    rules["tokenizer"] = target["tokenizer_fingerprint"]
     if config.data.chat_template is not None:
         rules["chat_template"] = digests.of(Path(config.data.chat_template))
-    decides = ("temperature", "seed", "max_new_tokens", "cut_turns")
+    sampling = ("temperature", "seed", "max_new_tokens", "cut_turns")
     return {
         "source_digest": source.digest,
         "source_name": source.name,
         "model": model,
         "rules": rules,
-        "sampling": {key: getattr(settings, key) for key in decides},
+        "sampling": {key: getattr(settings, key) for key in sampling},
     }
 
 
-def summary(pointer: dict[str, Any]) -> str:
-    """What became of the rows of a file, in a line."""
-    return (
-        f"{pointer['num_answers']} answers in {pointer['num_rows']} rows, {pointer['num_cut']} cut at the limit, "
-        f"{pointer['num_kept_turns']} turns kept, {pointer['num_refused']} rows refused"
-    )
+def summary_line(pointer: RegeneratedPointer) -> str:
+    """Return the counts of a file's rows and answers in one line."""
+    answers = f"{pointer['num_answers']} answers in {pointer['num_rows']} rows"
+    turns = f"{pointer['num_cut']} cut at the limit, {pointer['num_kept_turns']} turns kept"
+    return f"{answers}, {turns}, {pointer['num_refused']} rows rejected"
 
 
-def regenerated_source(pointer: dict[str, Any], storage_root: Path) -> Source:
-    """What ingest reads in place of the raw file."""
+def regenerated_source(pointer: RegeneratedPointer, storage_root: Path) -> Source:
+    """Return the file that ingest reads in place of the raw one."""
     return Source(str(storage_root / pointer["path"] / pointer["file"]), pointer["digest"])
 
 
 def regenerated_data(data: DataConfig) -> DataConfig:
-    """The rules by which ingest reads regenerated files: they are `messages`, whatever the raw files were."""
+    """Return the settings for reading regenerated files: they are `messages`, whatever the raw files were."""
     return replace(data, format="messages", columns={}, roles={})
 
 
 def cache_path(storage_root: Path) -> Path:
-    """Where all answers are kept; `prune` leaves them, since they are what regeneration costs."""
+    """Return the database of all answers; `prune` keeps it, for answers are the cost of regeneration."""
     return storage_root / "store" / "answers.sqlite"
 
 
 def where_of(config: RunConfig, source: Source, storage_root: Path, target_directory: Path) -> dict[str, Any]:
-    """Paths and execution settings of one file's task."""
+    """Return paths and execution settings of one file's task: the input `where`."""
     return {
         "path": source.path,
         "cache": str(cache_path(storage_root)),

@@ -8,7 +8,9 @@ from typing import Any
 
 from dflash_core.config import TargetConfig
 from dflash_core.files import bytes_digest, content_digest
-from tasks.storage.stages import RETRY_IO, FileDigests, Stage, stage
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.pointers import TargetPointer
+from tasks.storage.stages import RETRY_IO, Stage, stage
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -62,8 +64,8 @@ def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dic
 
 def prepare_target(
     storage_root: Path, target: TargetConfig, digests: FileDigests, *, refresh: bool = False
-) -> dict[str, Any]:
-    """Return the target's pointer: the model is in `path`/model; `fingerprint`, `tokenizer_fingerprint`."""
+) -> TargetPointer:
+    """Return the target's pointer; the model is in `path`/model."""
     run_stage: Stage = materialise_target
     return run_stage(
         storage_root,

@@ -1,7 +1,7 @@
-"""Task `train`: one run from its plans to its last step in a child process, its metrics on the way to MLflow.
+"""Task `train`: one run from its plans to its last step in a child process, its metrics recorded in MLflow.
 
-A run whose key is known resumes, or is skipped when it is finished; the key holds everything that decides the
-result (`tasks.storage.run_directory`), so the task needs no cache of Prefect's.
+A run whose key is known resumes, or is skipped when it is finished. The key holds everything that decides the
+result (`tasks.storage.run_directory`), so the task does not use Prefect's cache.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from prefect import get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 
-from dflash_core.config import RunConfig, from_dict
+from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
-from tasks import report
+from tasks.report import read_metrics
 from tasks.reporting import mlflow_client
 from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
+from tasks.storage.pointers import TrainedRun
+from tasks.storage.run_directory import RunDirectory
 
-PROGRESS_SECONDS = 15.0  # between updates of the progress artifact
+# Seconds between updates of the progress artifact.
+PROGRESS_SECONDS = 15.0
 
 
-def _may_go_on(_task: Any, _task_run: Any, state: Any) -> bool:
-    """A rank or machine that died, a stall: another try goes on from the newest checkpoint. Nothing else is tried
-    again.
-    """
+def _can_resume(_task: Any, _task_run: Any, state: Any) -> bool:
+    """Return whether another try can resume the run: after the death of a rank or machine, or a stall."""
     return getattr(state.data, "again", False)
 
 
@@ -49,93 +50,70 @@ def _may_go_on(_task: Any, _task_run: Any, state: Any) -> bool:
     persist_result=False,
     retries=2,
     retry_delay_seconds=[5, 30],
-    retry_condition_fn=_may_go_on,
+    retry_condition_fn=_can_resume,
 )
 def train(
-    config: dict[str, Any],
+    config: RunConfig,
     inputs: dict[str, Any],
     *,
     label: str = "train",
     refresh: bool = False,
     after: Sequence[Any] = (),
-) -> dict[str, Any]:
-    """Trains the run that the settings and the inputs name, to its end.
+) -> TrainedRun:
+    """Train the run that the settings and the inputs name, to its end.
 
     Args:
-        config: a `RunConfig` as JSON types.
+        config: settings of the run.
         inputs: `shards`, `plans`, `target` (paths), `dataset_digest`, `plan_digests`, `target_fingerprint`,
             `total_steps`, `dataset` (`name`, `files` and `profile` for MLflow).
+        label: name of the task run.
         refresh: train again although the run is finished.
-        after: pointers this builds on, for Prefect's graph.
-
-    Returns:
-        `status` (trained, resumed or skipped), `run_dir` (absolute), `key`, `summary`, `mlflow_run_id`.
+        after: pointers that this task builds on, for Prefect's graph.
     """
-    del after
-    settings: RunConfig = from_dict(RunConfig, config)
+    del label, after
     logger = get_run_logger()
     fields = runs.decisive_fields(
-        settings,
+        config,
         dataset_digest=inputs["dataset_digest"],
         plan_digests=inputs["plan_digests"],
         target_fingerprint=inputs["target_fingerprint"],
     )
-    run = runs.find_run(settings, fields)
-    _explain(settings, run, logger)
+    run = runs.find_run(config, fields)
+    _log_changes(config, run, logger)
     if run.is_finished and not refresh:
-        logger.info("training: run %s is finished and up to date, skipped", run.directory.name)
-        runs.point_latest(run.directory)
-        done = _pointer(run, "skipped")
-        _link(settings, done["experiment_id"], done["mlflow_run_id"])
-        return done
-    if refresh and run.directory.exists() and (runtime.task_run.run_count or 1) == 1:  # a retry goes on
-        shutil.rmtree(run.directory)
-    resumed = any((run.directory / "checkpoints").glob("step-*")) if run.directory.exists() else False
-    run.directory.mkdir(parents=True, exist_ok=True)
-    with _exclusive(run), _accelerators(settings, logger):
-        previous = runs.point_latest(run.directory)
-        logger.info(
-            "training: %s run %s, %d steps, %s",
-            "resuming" if resumed else "new",
-            run.directory,
-            inputs["total_steps"],
-            f"strategy {settings.batching.strategy}",
-        )
+        logger.info("training: run %s is finished and up to date, skipped", run.path.name)
+        runs.point_latest(run.path)
+        skipped = _trained_run(run, "skipped")
+        _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
+        return skipped
+    # A retry resumes, also where the first try was to train again from the start.
+    if refresh and run.path.exists() and (runtime.task_run.run_count or 1) == 1:
+        shutil.rmtree(run.path)
+    is_resumed = run.has_checkpoint
+    run.path.mkdir(parents=True, exist_ok=True)
+    with _locked_directory(run), _locked_accelerators(config, logger):
+        previous = runs.point_latest(run.path)
+        kind, strategy = "resuming" if is_resumed else "new", config.batching.strategy
+        steps = inputs["total_steps"]
+        logger.info("training: %s run %s, %d steps, strategy %s", kind, run.path, steps, strategy)
         try:
-            _train(settings, run, inputs)
+            _train(config, run, inputs)
         except UserError:
             runs.discard(run, previous)
             raise
-    return _pointer(run, "resumed" if resumed else "trained")
+    return _trained_run(run, "resumed" if is_resumed else "trained")
 
 
-def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
+def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None:
+    """Launch the training and record it; the MLflow run is closed however the training ends."""
     from dflash_core.launch.launcher import launch, stop
 
-    tracker = tracking.Tracker.start(
-        config,
-        run.directory,
-        # the strategy first: MLflow's charts and tables cut names short
-        name=f"{config.batching.strategy}-{config.deployment}-{inputs['dataset']['name']}-{run.key[:6]}",
-        params=tracking.comparable_params(config),
-        tags=tracking.run_tags(config, inputs["dataset_digest"], run.key, str(runtime.flow_run.id)),
-        dataset=inputs["dataset"] | {"digest": inputs["dataset_digest"]},
-        owner=str(runtime.flow_run.id),
-    )
-    runs.prepare_directory(
-        run,
-        config,
-        {
-            "run": str(run.directory),
-            "target": inputs["target"],
-            "shards": inputs["shards"],
-            "plans": inputs["plans"],
-        },
-        total_steps=inputs["total_steps"],
-        mlflow_run_id=tracker.run_id,
-    )
-    _link(config, tracker.experiment_id, tracker.run_id)
-    progress = _Progress(config.deployment, inputs["total_steps"])
+    total_steps = inputs["total_steps"]
+    tracker = _open_tracker(config, run, inputs)
+    paths = {"run": str(run.path)} | {name: inputs[name] for name in ("target", "shards", "plans")}
+    runs.write_run(run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id)
+    _link_mlflow(config, tracker.experiment_id, tracker.run_id)
+    progress = _ProgressArtifact(config.deployment, total_steps)
     status = "FAILED"
 
     def on_metrics(lines: list[dict[str, Any]]) -> None:
@@ -144,29 +122,45 @@ def _train(config: RunConfig, run: runs.Run, inputs: dict[str, Any]) -> None:
         progress.update(lines[-1]["step"])
 
     try:
-        tracker.catch_up(report.read_metrics(run.directory))
-        summary = launch(run.directory, config, on_metrics)
-        write_json(run.directory / "finished.json", {"finished": int(time.time()), "summary": summary})
+        tracker.catch_up(read_metrics(run.path))
+        summary = launch(run.path, config, on_metrics)
+        write_json(run.path / "finished.json", {"finished": int(time.time()), "summary": summary})
         status = "FINISHED"
     except Exception:
         raise
-    except BaseException:  # Ctrl-C, a cancellation
+    # Ctrl-C, a cancellation.
+    except BaseException:
         status = "KILLED"
-        with _undisturbed():  # a second signal may have cut the launcher's own stop short
-            stop(run.directory, None)
+        # A second signal may have cut the launcher's own stop short.
+        with _ignored_signals():
+            stop(run.path, None)
             tracker.close(status)
         raise
     finally:
         tracker.close(status)
-    progress.update(inputs["total_steps"])
+    progress.update(total_steps)
 
 
-def _pointer(run: runs.Run, status: str) -> dict[str, Any]:
-    recorded = json.loads((run.directory / "mlflow.json").read_text(encoding="utf-8"))
-    summary = json.loads((run.directory / "summary.json").read_text(encoding="utf-8"))
+def _open_tracker(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> tracking.Tracker:
+    dataset, flow_run_id = inputs["dataset"], str(runtime.flow_run.id)
+    return tracking.Tracker.start(
+        config,
+        run.path,
+        # The strategy comes first: MLflow's charts and tables cut names short.
+        name=f"{config.batching.strategy}-{config.deployment}-{dataset['name']}-{run.key[:6]}",
+        params=tracking.comparable_params(config),
+        tags=tracking.run_tags(config, inputs["dataset_digest"], run.key, flow_run_id),
+        dataset=dataset | {"digest": inputs["dataset_digest"]},
+        owner=flow_run_id,
+    )
+
+
+def _trained_run(run: RunDirectory, status: str) -> TrainedRun:
+    recorded = json.loads((run.path / "mlflow.json").read_text(encoding="utf-8"))
+    summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
     return {
         "status": status,
-        "run_dir": str(run.directory),
+        "run_dir": str(run.path),
         "key": run.key,
         "summary": summary,
         "mlflow_run_id": recorded["run_id"],
@@ -174,22 +168,22 @@ def _pointer(run: runs.Run, status: str) -> dict[str, Any]:
     }
 
 
-def _explain(config: RunConfig, run: runs.Run, logger: Any) -> None:
-    """Names each deciding field in which this run differs from the deployment's latest one."""
+def _log_changes(config: RunConfig, run: RunDirectory, logger: Any) -> None:
+    """Log each deciding field in which this run differs from the deployment's latest one."""
     latest = runs.read_run(runs.latest_directory(config))
     if latest is None or latest.get("run_key") == run.key:
         return
-    for line in runs.differences(latest["fields"], run.fields):
+    for line in runs.changed_fields(latest["fields"], run.fields):
         logger.info("training: differs from the latest run: %s", line)
 
 
-def _link(config: RunConfig, experiment_id: str, run_id: str) -> None:
+def _link_mlflow(config: RunConfig, experiment_id: str, run_id: str) -> None:
     url = mlflow_client.run_url(config, experiment_id, run_id)
     artifacts.link("mlflow", config.deployment, url, f"MLflow run {run_id}")
 
 
-class _Progress:
-    """A progress artifact in Prefect's UI, updated every few seconds at most."""
+class _ProgressArtifact:
+    """A progress bar in Prefect's UI, updated at most once per `PROGRESS_SECONDS`."""
 
     def __init__(self, deployment: str, total_steps: int) -> None:
         self.total, self._updated = max(1, total_steps), 0.0
@@ -204,13 +198,14 @@ class _Progress:
         if now - self._updated < PROGRESS_SECONDS and step < self.total:
             return
         self._updated = now
-        with contextlib.suppress(Exception):  # the UI's troubles are not the training's
+        # A failure of the UI must not end the training.
+        with contextlib.suppress(Exception):
             update_progress_artifact(self._artifact, progress=100.0 * step / self.total)
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM have no effect inside; what is inside takes a bounded time."""
+def _ignored_signals() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM inside; for work that takes a bounded time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -224,16 +219,20 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _exclusive(run: runs.Run) -> Iterator[None]:
-    """One process a run directory."""
-    with (run.directory / ".lock").open("a+") as lock:
+def _locked_directory(run: RunDirectory) -> Iterator[None]:
+    """Hold the lock of a run directory, so that one process at a time trains it.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with (run.path / ".lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
+            pid = lock.read().strip() or "?"
             raise UserError(
-                f"run {run.directory} is being trained by process {lock.read().strip() or '?'}; wait for "
-                "it or stop it"
+                f"run {run.path} is being trained by process {pid}; wait for it or stop it"
             ) from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -242,8 +241,8 @@ def _exclusive(run: runs.Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
-    """One training on this machine's GPUs at a time, also for runs that no server knows of."""
+def _locked_accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
+    """Hold the lock of this machine's GPUs: one training at a time, with or without a server."""
     if config.training.device == "cpu" or not list(Path("/dev").glob("nvidia[0-9]*")):
         yield
         return

@@ -19,7 +19,8 @@ from dflash_core.anchors import draft_slots
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
-from dflash_core.data.store import ShardWriter, TokenStore
+from dflash_core.data.shard_writer import ShardWriter
+from dflash_core.data.store import open_store
 
 SETTINGS: dict[str, Any] = {
     "target": {"compute_dtype": "float32", "feature_dtype": "float32"},
@@ -92,11 +93,7 @@ def write_run(
     shard = root / f"shard-{num_samples}"
     if not shard.exists():
         write_shard(shard, num_samples=num_samples)
-    store = TokenStore.open(
-        [shard],
-        validation_share=config.data.validation_share,
-        min_validation_samples=config.data.min_validation_samples,
-    )
+    store = open_store([shard], config.data)
     rows = store.train_indices
     slots = draft_slots(
         store.num_eligible[rows],

@@ -1,4 +1,4 @@
-"""What regeneration asks and gets: requests, answers, who answers them, and the answers kept on disk."""
+"""Requests and answers of regeneration, the interface of generators, and the cache of answers on disk."""
 
 from __future__ import annotations
 
@@ -12,46 +12,51 @@ from typing import Any, Protocol
 
 from dflash_core.data.chat import Rejection
 
-LENGTH = "length"  # finish reason of an answer that the token limit cut
+# Finish reason of an answer that was cut at the token limit.
+LENGTH = "length"
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A conversation that the target is asked to go on with; `key` names prompt, model and settings."""
+    """A conversation for the target to continue; `key` is a digest of prompt, model and settings."""
 
     key: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None
-    token_ids: list[int]  # of the prompt, by the chat template
+    # Of the prompt, by the chat template.
+    token_ids: list[int]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An assistant message (role, content, maybe tool_calls and reasoning_content) and how it ended."""
+    """An assistant message (role, content, optional tool_calls, reasoning_content) and its finish reason."""
 
     message: Message
-    finish_reason: str  # stop, length or tool_calls
-    num_tokens: int  # as generated; 0 where an endpoint does not say
+    # One of stop, length, tool_calls.
+    finish_reason: str
+    # Generated tokens; 0 where an endpoint does not report them.
+    num_tokens: int
 
 
 class Generator(Protocol):
-    """Whoever writes the answers: `dflash_core.decoding.generate.BatchDecoder`, `endpoint.Endpoint`."""
+    """Interface of answer generators: `dflash_core.decoding.generate.BatchDecoder`, `endpoint.Endpoint`."""
 
-    identity: dict[str, Any]  # all that decides an answer beside the prompt; JSON types
+    # Everything that determines an answer apart from the prompt; JSON types.
+    identity: dict[str, Any]
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
-        """Takes requests out of `pending` and yields each with its answer, in any order, until none is left.
+        """Take requests out of `pending` and yield each with its answer, in any order, until none is left.
 
-        The caller may add requests whenever something was yielded. A Rejection says that this prompt cannot be
-        answered; what is wrong with the whole raises.
+        The caller may add requests after each answer. A Rejection means that this one prompt cannot be
+        answered; an error that concerns all prompts is raised.
         """
         ...
 
 
 class AnswerCache:
-    """Answers by key in one SQLite file, which several processes may share; each is kept once it is put."""
+    """Answers by key in one SQLite file, which several processes may share."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,12 +66,12 @@ class AnswerCache:
         )
 
     def get(self, key: str) -> Answer | None:
-        """The answer that was put under this key, or None."""
-        found = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if found is None else Answer(**json.loads(found[0]))
+        """Return the answer stored under this key, or None."""
+        row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else Answer(**json.loads(row[0]))
 
     def put(self, key: str, answer: Answer) -> None:
-        """Keeps an answer; it is on disk when this returns."""
+        """Store an answer; it is on disk when this returns."""
         row = (key, json.dumps(asdict(answer)))
         self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 

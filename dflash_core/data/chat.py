@@ -2,26 +2,27 @@
 
 Guarantees:
 - Rows without control strings give exactly the ids of `tokenizer.apply_chat_template`.
-- Supervised are the assistant turns, each up to and with the first end-of-turn token that the template writes
-  after the content, and nothing else. Never found by searching for the text of a turn (see `template.py`).
+- The assistant turns are supervised, each up to and including the first end-of-turn token that the
+  template writes after the content, and nothing else. Turns are never found by searching for their
+  text (see `template.py`).
 - A turn that was cut (`open_end` in the data) is supervised up to its last word: its writer did not end it.
 - No control token comes from data: where a string of the row contains the text of a control token, that text
-  is encoded as plain text; the text of the mask token refuses the row.
+  is encoded as plain text; the text of the mask token rejects the row.
 
-Turns are characters of the rendered text; a token counts when all of its characters lie inside.
-`assistant\\n` + `\\n\\nHi` may merge two of the newlines, one of each side, into one token: it stays
-unsupervised, since no generation could start in its middle.
+Turns are ranges of characters of the rendered text; a token is supervised when all of its characters lie
+inside one. `assistant\\n` + `\\n\\nHi` may merge two of the newlines, one of each side, into one token: it
+stays unsupervised, since no generation could start in its middle.
 
-Control strings in data. A noncharacter of Unicode is put inside each before rendering. The control strings of
-the rendered text are then the template's own; the text between them is encoded with control tokens switched
-off.
+Control strings in data. A noncharacter of Unicode is inserted into each of them before rendering. All
+control strings of the rendered text are then the template's own; the text between them is encoded with
+control tokens switched off.
 
 Shape letter: S tokens of one sample.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,25 +34,30 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from dflash_core.config import DataConfig
-from dflash_core.data.template import ChatTemplate, RefusedError, Span
+from dflash_core.data.loss_mask import bytes_of_tokens, mask_by_bytes, mask_by_offsets
+from dflash_core.data.template import ChatTemplate, Span, TemplateError
 from dflash_core.errors import UserError
 
-_BREAKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # never in interchanged text
+# Noncharacters of Unicode, which interchanged text never contains.
+_BREAKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _BREAK_PATTERN = re.compile("[\ufdd0-\ufdef]")
+# Keys of messages that need no search for control strings.
+_PLAIN_KEYS = {"role", "content"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a format reader makes of a row: messages and tools as a chat template wants them."""
+    """A row as read by a format reader: messages and tools as a chat template expects them."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    open_ends: frozenset[int] = frozenset()  # messages that were cut: their end of turn is not supervised
+    # Indices of messages that were cut: their end of turn is not supervised.
+    open_ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a row is refused: a short stable reason, counted in reports, and the particulars."""
+    """The rejection of a row: a short stable reason, counted in reports, and details."""
 
     reason: str
     detail: str = ""
@@ -59,17 +65,18 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text. `broken` is the character put inside each control string from data."""
+    """A conversation as text. `broken` is the character inserted into each control string from data."""
 
     text: str
-    turns: list[Span]  # characters that the assistant wrote
+    # Ranges of characters that the assistant wrote.
+    turns: list[Span]
     broken: str | None = None
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids int32 [S] and loss mask uint8 [S]."""
+    """Token ids, int32 [S], and loss mask, uint8 [S], of one conversation."""
 
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -78,7 +85,7 @@ class Sample:
 
 @dataclass
 class ChatEncoder:
-    """Renders, masks and encodes conversations.
+    """Encoder of conversations: renders, encodes and masks them.
 
     Args:
         tokenizer: a transformers tokenizer with a Rust backend.
@@ -86,7 +93,7 @@ class ChatEncoder:
         mask_token_id: the drafter's mask token, which must not occur in data; None: not checked.
 
     Raises:
-        UserError: no chat template, a template that does not compile, or a tokenizer without a Rust backend.
+        UserError: there is no chat template, it does not compile, or the tokenizer has no Rust backend.
     """
 
     tokenizer: Any
@@ -117,7 +124,7 @@ class ChatEncoder:
         self.template = ChatTemplate(text, names, controls, self.config.rewritten_history)
 
     def _make_encoder(self) -> Tokenizer:
-        """The tokenizer without post-processor: templates write BOS, and offsets keep leading spaces."""
+        """Return a tokenizer without post-processor: templates write BOS, and offsets keep leading spaces."""
         encoder = Tokenizer.from_str(self._specification)
         encoder.post_processor = None
         encoder.no_truncation()
@@ -125,100 +132,106 @@ class ChatEncoder:
         return encoder
 
     def render(self, conversation: Conversation) -> Rendered | Rejection:
-        """Text and turns of one conversation. Never raises for what a row holds."""
+        """Return the text and turns of one conversation. Never raises because of a row's content."""
         try:
-            messages, tools, broken = self._without_controls(conversation)
+            parts = self._break_controls(conversation.messages, conversation.tools)
+            if isinstance(parts, Rejection):
+                return parts
+            messages, tools, broken = parts
             text, turns, notes = self.template.render(messages, tools)
             if conversation.open_ends:
                 turns = self._with_open_ends(text, turns, conversation)
             if not text.isascii():
                 text.encode()
-        except RefusedError as refused:
-            return Rejection(refused.reason, refused.detail)
+        except TemplateError as error:
+            return Rejection(error.reason, error.detail)
         except UnicodeEncodeError as error:
             return Rejection("lone surrogate", f"character {error.start} of the rendered text")
-        except Exception as error:  # noqa: BLE001 - templates are programs of others and raise anything
-            return Rejection("chat template refuses the row", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            # Templates are third-party programs that may raise any exception.
+            return Rejection("rejected by the chat template", f"{type(error).__name__}: {error}")
         return Rendered(text, turns, broken, notes)
 
     def _with_open_ends(self, text: str, turns: list[Span], conversation: Conversation) -> list[Span]:
-        """The turns, without their ends where they were cut: the one place that says what a cut turn is worth.
+        """Return the turns, with the ends of cut turns removed. The only place that handles cut turns.
 
         Raises:
-            RefusedError: the template marks other turns than the assistant's, so that none can be told apart.
+            TemplateError: the template marks other turns than the assistant's, so that turns and messages
+                cannot be matched.
         """
         numbers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if len(turns) not in (1, len(numbers)):
-            raise RefusedError("cut turn not found", f"{len(turns)} turns of {len(numbers)} are rendered")
+            raise TemplateError("cut turn not found", f"{len(turns)} turns of {len(numbers)} are rendered")
         return [
             self.template.open_end(text, turn) if number in conversation.open_ends else turn
             for number, turn in zip(numbers[-len(turns) :], turns)
         ]
 
-    def _without_controls(self, conversation: Conversation) -> tuple[Any, Any, str | None]:
-        """Messages and tools with control strings broken, and the character that breaks them, if any."""
-        messages, tools = conversation.messages, conversation.tools
+    def _break_controls(self, messages: Any, tools: Any) -> tuple[Any, Any, str | None] | Rejection:
+        """Return messages and tools with control strings broken, and the character used for it, if any."""
         controls = _find_strings([messages, tools], self._controls)
         if not controls:
             return messages, tools, None
         if self._mask_text in controls:
-            raise RefusedError("mask token in data", f"the text {self._mask_text!r}")
-        found = _find_strings([messages, tools], _BREAK_PATTERN)
-        broken = next((character for character in _BREAKS if character not in found), None)
+            return Rejection("mask token in data", f"the text {self._mask_text!r}")
+        used = _find_strings([messages, tools], _BREAK_PATTERN)
+        broken = next((character for character in _BREAKS if character not in used), None)
         if broken is None:
-            raise RefusedError("control strings beside all noncharacters U+FDD0 to U+FDEF")
+            return Rejection("control strings together with all noncharacters U+FDD0 to U+FDEF")
         messages, tools = _break_strings([messages, tools], self._controls, broken)
-        if left := _find_strings([messages, tools], self._controls):
-            raise RefusedError("control string that cannot be written as text", ", ".join(sorted(left)))
+        if remaining := _find_strings([messages, tools], self._controls):
+            return Rejection("control string that cannot be written as text", ", ".join(sorted(remaining)))
         return messages, tools, broken
 
     def prompt_ids(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> list[int] | Rejection:
-        """Ids of a conversation with the generation prompt. No control token from data."""
+        """Return the ids of a conversation with the generation prompt. No control token comes from data."""
         try:
-            messages, tools, broken = self._without_controls(Conversation(messages, tools))
+            parts = self._break_controls(messages, tools)
+            if isinstance(parts, Rejection):
+                return parts
+            messages, tools, broken = parts
             rendered = Rendered(self.template.render_prompt(messages, tools), [], broken)
             sample = self.encode([rendered])[0]
-        except RefusedError as refused:
-            return Rejection(refused.reason, refused.detail)
-        except Exception as error:  # noqa: BLE001 - templates are programs of others and raise anything
-            return Rejection("chat template refuses the prompt", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            # Templates are third-party programs that may raise any exception.
+            return Rejection("prompt rejected by the chat template", f"{type(error).__name__}: {error}")
         return sample if isinstance(sample, Rejection) else sample.token_ids.tolist()
 
     def encode(self, rendered: Sequence[Rendered]) -> list[Sample | Rejection]:
-        """Token ids and masks of many conversations."""
+        """Return token ids and masks of many conversations."""
         return self.samples(rendered, self.tokenise(rendered))
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Any]:
-        """Encodings of the texts without control strings from data, on all cores, without Python's lock."""
+        """Encode the texts without control strings from data, on all cores, without holding Python's lock."""
         texts = [r.text for r in rendered if r.broken is None]
         if self._num_bytes is not None:
             return self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return self._encoder.encode_batch(texts, add_special_tokens=False)
 
     def samples(self, rendered: Sequence[Rendered], encodings: Sequence[Any]) -> list[Sample | Rejection]:
-        """Samples of the texts, with what `tokenise` returned for them."""
-        given = iter(encodings)
+        """Return the samples of the texts, given the result of `tokenise` for them."""
+        remaining = iter(encodings)
         return [
-            self._sample(next(given), r) if r.broken is None else self._broken_sample(r, r.broken)
+            self._sample(next(remaining), r) if r.broken is None else self._broken_sample(r, r.broken)
             for r in rendered
         ]
 
     def _sample(self, encoding: Any, rendered: Rendered) -> Sample | Rejection:
         token_ids = np.array(encoding.ids, dtype=np.int32)
-        loss_mask = None if self._num_bytes is None else mask_by_bytes(token_ids, rendered, self._num_bytes)
-        if loss_mask is None:
-            if self._num_bytes is not None:  # encoded without offsets
+        loss_mask = None
+        if self._num_bytes is not None:
+            loss_mask = mask_by_bytes(token_ids, rendered.text, rendered.turns, self._num_bytes)
+            if loss_mask is None:
+                # The given encoding has no offsets.
                 encoding = self._encoder.encode(rendered.text, add_special_tokens=False)
-            loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-            for start, end in rendered.turns:
-                first, stop = token_range(encoding, start, end)
-                loss_mask[first:stop] = 1
+        if loss_mask is None:
+            loss_mask = mask_by_offsets(encoding, rendered.turns)
         return self._checked(token_ids, loss_mask, rendered)
 
     def _broken_sample(self, rendered: Rendered, broken: str) -> Sample | Rejection:
-        """Encode what lies between the template's control tokens as plain text, unbroken again."""
+        """Encode the text between the template's control tokens as plain text, without `broken`."""
         plain_encoder = self._plain_encoder(broken)
         token_ids: list[int] = []
         loss_mask: list[int] = []
@@ -228,14 +241,14 @@ class ChatEncoder:
 
         def plain(start: int, end: int) -> None:
             piece = rendered.text[start:end]
-            places = [start + i for i, character in enumerate(piece) if character != broken]
-            first = int(start > 0)  # what follows a control token is not encoded as the start of a text
-            encoding = plain_encoder.encode(
-                broken * first + piece.replace(broken, ""), add_special_tokens=False
-            )
+            positions = [start + i for i, character in enumerate(piece) if character != broken]
+            # Text after a control token must not be encoded like the start of a text.
+            first = int(start > 0)
+            unbroken = broken * first + piece.replace(broken, "")
+            encoding = plain_encoder.encode(unbroken, add_special_tokens=False)
             token_ids.extend(encoding.ids[first:])
             loss_mask.extend(
-                inside(places[a - first], places[b - 1 - first] + 1) if b > a else 0
+                inside(positions[a - first], positions[b - 1 - first] + 1) if b > a else 0
                 for a, b in encoding.offsets[first:]
             )
 
@@ -246,12 +259,11 @@ class ChatEncoder:
             loss_mask.append(inside(*match.span()))
             position = match.end()
         plain(position, len(rendered.text))
-        return self._checked(
-            np.array(token_ids, dtype=np.int32), np.array(loss_mask, dtype=np.uint8), rendered
-        )
+        ids, mask = np.array(token_ids, dtype=np.int32), np.array(loss_mask, dtype=np.uint8)
+        return self._checked(ids, mask, rendered)
 
     def _plain_encoder(self, broken: str) -> Tokenizer:
-        """Encodes control strings as plain text; `broken` alone is a control token, to put before a piece."""
+        """Return an encoder whose only control token is `broken`; all control strings are plain text."""
         if broken not in self._plain_encoders:
             encoder = self._make_encoder()
             encoder.encode_special_tokens = True
@@ -267,8 +279,16 @@ class ChatEncoder:
         return Sample(token_ids, loss_mask, rendered.notes)
 
 
+@functools.lru_cache(maxsize=2)
+def load_tokenizer(directory: str, *, trust_remote_code: bool) -> Any:
+    """Load a tokenizer with transformers; the last two stay in memory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
 def load_template(tokenizer: Any, config: DataConfig) -> str:
-    """The chat template's text: the file `data.chat_template`, else the tokenizer's own.
+    """Return the text of the chat template: the file `data.chat_template`, else the tokenizer's own.
 
     Raises:
         UserError: the file cannot be read, or the tokenizer has no template.
@@ -283,92 +303,25 @@ def load_template(tokenizer: Any, config: DataConfig) -> str:
         raise UserError(f"data.chat_template: {config.chat_template!r} cannot be read: {error}") from error
 
 
-def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:
-    """UTF-8 bytes that each token stands for, by id; None where tokens are no runs of bytes of the text.
-
-    Known for byte-level tokenizers without normaliser, whose tokens are written with one character a byte.
-    Their offsets follow from the ids, and encoding without offsets takes about 15% less time.
-    """
-    specification = json.loads(encoder.to_str())
-    splitter = specification["pre_tokenizer"] or {}
-    parts = splitter.get("pretokenizers", [splitter])
-    levels = [part for part in parts if part.get("type") == "ByteLevel"]
-    plain = specification["normalizer"] is None and specification["model"].get("type") == "BPE"
-    if not plain or len(levels) != 1 or levels[0].get("add_prefix_space"):
-        return None
-    vocabulary = encoder.get_vocab(with_added_tokens=True)
-    num_bytes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int32)
-    for text, token_id in vocabulary.items():
-        num_bytes[token_id] = len(text)
-    for token_id, token in encoder.get_added_tokens_decoder().items():
-        num_bytes[token_id] = len(token.content.encode())
-    return num_bytes
-
-
-def mask_by_bytes(
-    token_ids: NDArray[np.int32], rendered: Rendered, num_bytes: NDArray[np.int32]
-) -> NDArray[np.uint8] | None:
-    """Loss mask by the tokens' byte lengths; None where they do not add up to the text.
-
-    Tokens of 3, 1, 2 bytes end at 3, 4, 6; a turn of bytes 3 to 6 takes the second and the third.
-    """
-    text = rendered.text
-    ends = np.cumsum(num_bytes[token_ids])
-    is_ascii = text.isascii()
-    if len(ends) and ends[-1] != (len(text) if is_ascii else len(text.encode())):
-        return None
-    starts = ends - num_bytes[token_ids]
-    loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-    for turn in rendered.turns:
-        start, end = turn if is_ascii else (len(text[:border].encode()) for border in turn)
-        loss_mask[np.searchsorted(starts, start) : np.searchsorted(ends, end, side="right")] = 1
-    return loss_mask
-
-
-def token_range(encoding: Any, start: int, end: int) -> tuple[int, int]:
-    """Tokens that lie wholly inside the characters [start, end): (first, stop)."""
-    first = None
-    while start < end and (first := encoding.char_to_token(start)) is None:
-        start += 1  # white space that belongs to no token
-    if first is None:
-        return 0, 0
-    if encoding.token_to_chars(first)[0] < start:
-        first += 1
-    last = None
-    position = end - 1
-    while position >= start and (last := encoding.char_to_token(position)) is None:
-        position -= 1
-    assert last is not None
-    stop = last + 1
-    while stop < len(encoding) and (characters := encoding.token_to_chars(stop)) and characters[1] <= end:
-        stop += 1  # further tokens of one character
-    if encoding.token_to_chars(last)[1] > end:
-        stop = last
-    return first, max(first, stop)
-
-
 def _find_strings(value: Any, pattern: re.Pattern[str]) -> set[str]:
-    """All matches of a pattern in the strings of a nested value, keys included."""
-    found: set[str] = set()
+    """Return all matches of a pattern in the strings of a nested value, keys included."""
+    matches: set[str] = set()
     stack = [value]
     while stack:
         value = stack.pop()
         if isinstance(value, str):
             if pattern.search(value):
-                found.update(pattern.findall(value))
+                matches.update(pattern.findall(value))
         elif isinstance(value, dict):
             stack += value.values()
             stack += value.keys() - _PLAIN_KEYS
         elif isinstance(value, list | tuple):
             stack += value
-    return found
-
-
-_PLAIN_KEYS = {"role", "content"}
+    return matches
 
 
 def _break_strings(value: Any, pattern: re.Pattern[str], broken: str) -> Any:
-    """The value with `broken` after the first character of each match."""
+    """Return the value with `broken` inserted after the first character of each match."""
     if isinstance(value, str):
         return pattern.sub(lambda match: match.group()[0] + broken + match.group()[1:], value)
     if isinstance(value, dict):

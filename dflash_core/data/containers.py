@@ -1,10 +1,11 @@
 """Rows of a file: JSONL, a JSON array, gzip or zstd of these, or Parquet, one row at a time.
 
-A reader yields `RawRow`s in file order and never raises for what a row holds: what cannot be parsed comes as
-a row with a rejection. Memory is one row, one chunk or one record batch, never the file.
+A reader yields `RawRow`s in file order and never raises because of a row's content: a row that cannot be
+parsed is yielded with a rejection. Memory holds one row, one chunk or one record batch, never the file.
 
-Rules: blank lines are no rows and are counted; only LF ends a JSONL row (U+2028 and the like do not); a byte
-order mark and CR before LF are not text; invalid UTF-8 or JSON refuses the row under its physical line.
+Rules: blank lines are skipped and counted; only LF ends a JSONL row (U+2028 and the like do not); a byte
+order mark and CR before LF are not part of the text; invalid UTF-8 or JSON rejects the row under its
+physical line number.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ MAX_ROW_BYTES = 64 << 20
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_TOKEN = (
-    re.compile(  # a string, an object of nothing but strings and numbers, a bracket or comma, an open string
-        rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL
-    )
-)
+# A string, an object of nothing but strings and numbers, a bracket or comma, or the start of an
+# unfinished string.
+_TOKEN = re.compile(rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL)
+_BINARY_HEADS = (b"\x89PNG", b"\xff\xd8\xff\xe0", b"GIF8", b"%PDF", b"PK\x03\x04", b"PARE")
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row: physical line (Parquet: number, from 1) and value, a Rejection, or None for a blank line."""
+    """One row: its physical line (Parquet: row number, from 1) and its value.
+
+    The value is a mapping, a Rejection, or None for a blank line.
+    """
 
     line: int
     value: Any
 
 
 def read_rows(path: Path) -> Iterator[RawRow]:
-    """All rows of a file.
+    """Yield all rows of a file.
 
     Raises:
-        UserError: the file cannot be opened, or is none of the containers above.
+        UserError: the file cannot be opened, or is not one of the containers above.
     """
     try:
         with open(path, "rb") as file:
@@ -67,7 +70,7 @@ def read_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _open_stream(path: Path, head: bytes) -> BinaryIO:
-    """The file's bytes, decompressed; told by the first bytes, not by the name."""
+    """Open the file, decompressed. The first bytes decide on the method, not the name."""
     if head[:2] == b"\x1f\x8b":
         return cast(BinaryIO, gzip.open(path, "rb"))
     file = open(path, "rb")  # noqa: SIM115 - closed by the caller
@@ -77,7 +80,7 @@ def _open_stream(path: Path, head: bytes) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompressed bytes of all frames. Unlike zstandard's own reader it raises where one is cut."""
+    """Decompressed bytes of all frames. Unlike zstandard's own reader it raises on an incomplete frame."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -92,7 +95,7 @@ class _ZstdReader(io.RawIOBase):
             self._compressed = self._compressed or self._file.read(1 << 14)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("the last zstd frame is cut")
+                    raise EOFError("the last zstd frame is incomplete")
                 return 0
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
             self._ready = self._frame.decompress(self._compressed)
@@ -117,7 +120,7 @@ def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
             break
         first += line
     bare = first.removeprefix(_BOM).lstrip()
-    _refuse_binary(path, first)
+    _reject_binary(path, first)
     if _is_array(path, bare, buffered):
         yield from _array_rows(first, buffered)
     else:
@@ -125,15 +128,16 @@ def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _is_array(path: Path, first: bytes, stream: Any) -> bool:
-    """Whether a text whose first line (or its beginning) is `first` is a JSON array.
+    """Return True if a text is a JSON array; `first` is its first line, or the beginning of it.
 
-    Under the name of JSON lines it may still be one, unless that line is an array, or a text, by itself.
+    A file named like JSON lines may still hold an array, unless its first line is a complete array,
+    or plain text.
     """
     if not first.startswith(b"["):
         return False
     if not {suffix.lower() for suffix in path.suffixes} & {".jsonl", ".ndjson"}:
         return True
-    if isinstance(_parse(first), Rejection):  # "[1, 2]" is one too: no object
+    if isinstance(_parse(first), Rejection):  # "[1, 2]" is rejected too: it is not an object
         try:
             json.loads(first)
         except (ValueError, RecursionError):
@@ -141,24 +145,17 @@ def _is_array(path: Path, first: bytes, stream: Any) -> bool:
     return not stream.peek(1).strip()
 
 
-def _refuse_binary(path: Path, first: bytes) -> None:
+def _reject_binary(path: Path, first: bytes) -> None:
     if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"data.files: {str(path)!r} is UTF-16; allowed: UTF-8")
-    if b"\0" in first[:4096] or first[:4] in (
-        b"\x89PNG",
-        b"\xff\xd8\xff\xe0",
-        b"GIF8",
-        b"%PDF",
-        b"PK\x03\x04",
-        b"PARE",
-    ):
+    if b"\0" in first[:4096] or first[:4] in _BINARY_HEADS:
         raise UserError(
             f"data.files: {str(path)!r} is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet"
         )
 
 
 def _line_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
-    """Rows of JSON lines. `first` was read already: blank lines and the first row."""
+    """Yield the rows of JSON lines; `first`, already read, holds blank lines and the first row."""
     number = 0
     pending = first.split(b"\n")
     unfinished = pending.pop()
@@ -182,7 +179,7 @@ def _line_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
 
 
 def _parse(line: bytes) -> Any:
-    """The value of one JSON text, a Rejection, or None where it is blank."""
+    """Return the value of one JSON text, a Rejection, or None for a blank text."""
     text = line.removeprefix(_BOM).strip()
     if not text:
         return None
@@ -198,13 +195,17 @@ def _parse(line: bytes) -> Any:
 
 
 def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
-    """Elements of a JSON array, found by brackets and strings, so that a bad one refuses itself alone."""
-    start = first.index(b"[") + 1  # of the next element in the buffer
-    line = 1 + first[:start].count(b"\n")  # on which it starts
+    """Yield the elements of a JSON array.
+
+    They are found by brackets and strings alone, so that an invalid element rejects only itself.
+    """
+    # Of the next element: its position in the buffer, and the line on which it starts.
+    start = first.index(b"[") + 1
+    line = 1 + first[:start].count(b"\n")
     buffer, scan, depth, ended = first, start, 0, False
     while not ended:
         match = _TOKEN.search(buffer, scan)
-        if match is None or match.group() == b'"':  # nothing more here, or a string that goes on
+        if match is None or match.group() == b'"':  # end of the buffer, perhaps inside a string
             chunk = stream.read(max(_CHUNK, len(buffer) - start))
             if not chunk or len(buffer) - start > 4 * MAX_ROW_BYTES:
                 break
@@ -227,48 +228,49 @@ def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
     rest = buffer[start:] + (stream.read(_CHUNK) if ended else b"")
     if rest.strip():
         blank = len(rest) - len(rest.lstrip())
-        reason = "text after the end of the JSON array" if ended else "JSON array breaks off"
+        reason = "text after the end of the JSON array" if ended else "JSON array is incomplete"
         yield RawRow(line + rest[:blank].count(b"\n"), Rejection(reason, repr(rest[blank : blank + 60])))
     elif not ended:
-        yield RawRow(line, Rejection("JSON array breaks off", "no closing bracket"))
+        yield RawRow(line, Rejection("JSON array is incomplete", "no closing bracket"))
 
 
 def _parquet_rows(path: Path, batch_rows: int = 256) -> Iterator[RawRow]:
     try:
-        file = pq.ParquetFile(path, buffer_size=_CHUNK)  # pages as they are needed, not column chunks
+        # With a buffer size, pages are read as they are needed instead of whole column chunks.
+        file = pq.ParquetFile(path, buffer_size=_CHUNK)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.files: {str(path)!r} is no readable Parquet file: {error}") from error
+        raise UserError(f"data.files: {str(path)!r} is not a readable Parquet file: {error}") from error
     number = 0
     with file:
         try:
-            filled = [f.name for f in file.schema_arrow if _struct_depth(f.type) > 1]
+            nested = [f.name for f in file.schema_arrow if _struct_depth(f.type) > 1]
             for batch in file.iter_batches(batch_size=batch_rows):
                 for value in _batch_values(batch):
-                    for name in filled if isinstance(value, dict) else ():
-                        value[name] = _without_filled(value[name])
+                    for name in nested if isinstance(value, dict) else ():
+                        value[name] = _without_added_nulls(value[name])
                     number += 1
                     yield RawRow(number, value)
         except (pa.ArrowException, OSError) as error:
-            raise UserError(
-                f"data.files: {str(path)!r}: Parquet page after row {number} is broken: {error}"
-            ) from error
+            message = f"data.files: {str(path)!r}: Parquet page after row {number} is damaged: {error}"
+            raise UserError(message) from error
 
 
 def _struct_depth(kind: pa.DataType) -> int:
-    """How many structs lie in one another: 1 for list<struct<role, content>>."""
+    """Return the nesting depth of structs: 1 for list<struct<role, content>>."""
     inner = [kind.field(i).type for i in range(kind.num_fields)]
     return max(map(_struct_depth, inner), default=0) + pa.types.is_struct(kind)
 
 
-def _without_filled(value: Any, depth: int = 0) -> Any:
-    """The value without null fields of structs inside structs: Arrow gives every row the fields of all rows.
+def _without_added_nulls(value: Any, depth: int = 0) -> Any:
+    """Return the value without null fields of nested structs: Arrow gives every row the fields of all rows.
 
-    Arguments {"city": "x", "day": null} of one tool call, where another has a day, were {"city": "x"}.
+    Where another tool call has a day, the arguments {"city": "x"} of this one are read as {"city":
+    "x", "day": null}.
     """
     if isinstance(value, list):
-        return [_without_filled(item, depth) for item in value]
+        return [_without_added_nulls(item, depth) for item in value]
     if isinstance(value, dict):
-        items = ((k, _without_filled(v, depth + 1)) for k, v in value.items())
+        items = ((k, _without_added_nulls(v, depth + 1)) for k, v in value.items())
         return {k: v for k, v in items if depth == 0 or v is not None}
     return value
 

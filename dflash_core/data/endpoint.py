@@ -1,10 +1,10 @@
-"""Answers of an OpenAI-compatible endpoint: chat completions, several requests in flight, failed ones repeated.
+"""Answers of an OpenAI-compatible endpoint: chat completions, several in flight, failed requests retried.
 
-| the endpoint says | what follows |
+| response | consequence |
 |---|---|
-| 408, 409, 429, 5xx, no connection, no answer in time | again after 0.5, 1, 2, ... 30 s, or its Retry-After |
-| 400, 413, 422, a withheld answer | this prompt is refused, the others go on |
-| anything else (401, 403, 404, no chat completion) | one message; answers already on their way are kept |
+| 408, 409, 429, 5xx, no connection, timeout | retried after 0.5, 1, 2, ... 30 s, or after its Retry-After |
+| 400, 413, 422, a withheld answer | this prompt is rejected, the others continue |
+| anything else (401, 403, 404, not a chat completion) | one error; answers to requests in flight are kept |
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dflash_core.data.chat import Rejection
 from dflash_core.errors import UserError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-_PASSING = (408, 409, 429)
-_REFUSED = (400, 413, 422)
+_RETRIED_STATUS = (408, 409, 429)
+_REJECTED_STATUS = (400, 413, 422)
 
 
 class _StoppedError(Exception):
-    """A request given up because another one showed that none can succeed."""
+    """A request that was given up because another one showed that none can succeed."""
 
 
 class Endpoint:
-    """Asks `config.base_url`; see the module's docstring.
+    """Generator that asks `config.base_url`; see the module's docstring.
 
     Args:
         config: `base_url` must be set.
-        model: the model's name there.
-        api_key: sent as a bearer token, when there is one; never stored.
-        first_pause_seconds: before the first repetition; doubled for each further one.
+        model: name of the model at the endpoint.
+        api_key: sent as a bearer token if given; never stored.
+        first_pause_seconds: pause before the first retry; doubled for each further one.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class Endpoint:
         self._stopped = threading.Event()
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
-        """Answers as they come, at most `concurrency` requests in flight.
+        """Yield answers as they arrive, with at most `concurrency` requests in flight.
 
         Raises:
-            UserError: the endpoint cannot be used, or fails a request too often.
+            UserError: the endpoint cannot be used, or failed a request too often.
         """
         failure: UserError | None = None
-        flying: dict[Future[Answer | Rejection], Request] = {}
+        in_flight: dict[Future[Answer | Rejection], Request] = {}
         pool = ThreadPoolExecutor(self.config.concurrency)
         try:
-            while flying or (pending and failure is None):
-                while pending and failure is None and len(flying) < self.config.concurrency:
+            while in_flight or (pending and failure is None):
+                while pending and failure is None and len(in_flight) < self.config.concurrency:
                     request = pending.popleft()
-                    flying[pool.submit(self.ask, request)] = request
-                for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                    request = flying.pop(future)
+                    in_flight[pool.submit(self.ask, request)] = request
+                for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
+                    request = in_flight.pop(future)
                     try:
                         answer = future.result()
                     except (UserError, _StoppedError) as error:
@@ -96,7 +96,7 @@ class Endpoint:
             raise failure
 
     def ask(self, request: Request) -> Answer | Rejection:
-        """One request, repeated while the endpoint's trouble may pass.
+        """Send one request, and retry it while the failure may be temporary.
 
         Raises:
             UserError: the endpoint cannot be used, or failed `max_retries` + 1 times.
@@ -112,65 +112,67 @@ class Endpoint:
                 with urllib.request.urlopen(http, timeout=self.config.timeout_seconds) as response:
                     return self._answer(response.read())
             except urllib.error.HTTPError as error:
-                said = f"{error.code} {' '.join(error.read(2000).decode(errors='replace').split())[:300]}"
-                if error.code in _REFUSED:
-                    return Rejection("endpoint refuses the prompt", said)
-                if error.code not in _PASSING and error.code < 500:
-                    raise self._unusable(f"answers {said}") from error
+                response_text = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+                reported = f"{error.code} {response_text}"
+                if error.code in _REJECTED_STATUS:
+                    return Rejection("prompt rejected by the endpoint", reported)
+                if error.code not in _RETRIED_STATUS and error.code < 500:
+                    raise self._unusable(f"answers {reported}") from error
                 pause = _retry_after(error.headers.get("Retry-After")) or pause
-            except (OSError, HTTPException) as error:  # no connection, no answer in time, one that breaks off
-                said = f"{type(error).__name__}: {error}"
+            except (OSError, HTTPException) as error:
+                # No connection, a timeout, or an incomplete response.
+                reported = f"{type(error).__name__}: {error}"
             if attempt < self.config.max_retries and self._stopped.wait(pause):
                 raise _StoppedError
-        raise self._unusable(f"failed {self.config.max_retries + 1} times, at last with {said}")
+        raise self._unusable(f"failed {self.config.max_retries + 1} times, the last time with {reported}")
 
     def _answer(self, body: bytes) -> Answer | Rejection:
         try:
             completion = json.loads(body)
             choice = completion["choices"][0]
-            told, reason = choice["message"], choice.get("finish_reason") or "stop"
+            received, reason = choice["message"], choice.get("finish_reason") or "stop"
             usage = completion.get("usage") or {}
-            message: Message = {"role": "assistant", "content": told.get("content") or ""}
+            message: Message = {"role": "assistant", "content": received.get("content") or ""}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._unusable(f"answers {body[:120]!r}, which is no chat completion") from error
+            raise self._unusable(f"answers {body[:120]!r}, which is not a chat completion") from error
         if reason not in ("stop", "length", "tool_calls"):
-            return Rejection("endpoint withholds the answer", f"finish_reason {reason!r}")
-        if told.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in told["tool_calls"]]
+            return Rejection("answer withheld by the endpoint", f"finish_reason {reason!r}")
+        if received.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in received["tool_calls"]]
             reason = "tool_calls" if reason == "stop" else reason
-        if thought := told.get("reasoning_content") or told.get("reasoning"):
-            message["reasoning_content"] = thought
+        if reasoning := received.get("reasoning_content") or received.get("reasoning"):
+            message["reasoning_content"] = reasoning
         return Answer(message, reason, int(usage.get("completion_tokens") or 0))
 
-    def _unusable(self, what: str) -> UserError:
+    def _unusable(self, failure: str) -> UserError:
         return UserError(
-            f"regenerate.base_url: {self.config.base_url!r} with model {self.model!r} {what}; allowed: a running "
-            f"OpenAI-compatible endpoint that serves this model, its key in ${self.config.api_key_env}"
+            f"regenerate.base_url: {self.config.base_url!r} with model {self.model!r} {failure}; allowed: a "
+            "running OpenAI-compatible endpoint that serves this model, with its key in "
+            f"${self.config.api_key_env}"
         )
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header, at most the longest pause; None without one or for a date."""
+    """Return the seconds of a Retry-After header, at most the longest pause; None if absent or a date."""
     return min(float(value), LONGEST_PAUSE_SECONDS) if value and value.strip().isdigit() else None
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object where their text is one: chat templates print objects."""
+    """Return the tool call with its arguments parsed if they hold an object: chat templates print objects."""
     function = dict(call["function"])
     try:
         parsed = json.loads(function["arguments"])
     except (ValueError, TypeError):
         return call
-    return {
-        **call,
-        "function": {**function, "arguments": parsed if isinstance(parsed, dict) else function["arguments"]},
-    }
+    if isinstance(parsed, dict):
+        function["arguments"] = parsed
+    return {**call, "function": function}
 
 
 def wire_messages(messages: list[Message]) -> list[Message]:
-    """Messages as the protocol wants them: arguments of tool calls as JSON text, and an id for every call.
+    """Return messages as the protocol requires: tool call arguments as JSON text, and an id for every call.
 
-    A tool message without an id answers the calls before it in turn: call_0, call_1, ...
+    Tool messages without an id answer the preceding calls in order: call_0, call_1, ...
     """
     out: list[Message] = []
     calls: deque[str] = deque()
@@ -179,15 +181,15 @@ def wire_messages(messages: list[Message]) -> list[Message]:
         message = dict(message)
         if message.get("tool_calls"):
             calls.clear()
-            wired = []
+            wire_calls = []
             for call in message["tool_calls"]:
                 arguments = call["function"]["arguments"]
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments)
                 calls.append(call.get("id") or f"call_{number}")
                 function = {**call["function"], "arguments": text}
-                wired.append({"type": "function", "id": calls[-1], "function": function})
+                wire_calls.append({"type": "function", "id": calls[-1], "function": function})
                 number += 1
-            message["tool_calls"] = wired
+            message["tool_calls"] = wire_calls
         elif message["role"] == "tool" and message.get("tool_call_id") is None:
             message["tool_call_id"] = calls.popleft() if calls else "call_0"
         out.append(message)

@@ -1,8 +1,8 @@
 """One file of conversations to one shard: read, normalise, render, mask, encode, store.
 
-Rows in = samples + rejects + blanks, always; every refused row is kept with its physical line and a reason.
-Memory is bounded by the batch. Encoding runs on all cores in a thread beside reading and rendering, so
-throughput is close to the bare tokenizer's (`benchmarks/ingest.py`).
+Lines in = samples + rejected rows + blank lines, always; every rejected row is kept with its physical line
+and a reason. Memory is bounded by the batch. Encoding runs on all cores in a separate thread, in parallel
+with reading and rendering, so throughput is close to that of the tokenizer alone (`benchmarks/ingest.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from dflash_core.anchors import eligible_positions
 from dflash_core.config import DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, load_template
 from dflash_core.data.containers import RawRow, read_rows
-from dflash_core.data.formats import ACCEPTED, RowReader, Tokens, detect_format
-from dflash_core.data.store import ShardWriter
+from dflash_core.data.format_detection import ACCEPTED, detect_format
+from dflash_core.data.formats import RowReader, Tokens
+from dflash_core.data.shard_writer import ShardWriter
 from dflash_core.errors import UserError
 
-STDLIB = "stdlib"
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_IN_FLIGHT = 3
@@ -45,27 +46,27 @@ def ingest_file(
     mask_token_id: int | None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write the shard of one file under `out_dir`, whole or not at all.
+    """Write the shard of one file under `out_dir`, complete or not at all.
 
     Args:
         path: a file, or "stdlib" for the standard-library corpus.
         config: the rules.
-        tokenizer: the target's, from transformers, with a Rust backend.
+        tokenizer: the target's tokenizer, from transformers, with a Rust backend.
         out_dir: the shard's final directory.
-        mask_token_id: the drafter's mask token; rows that hold it are refused. None: not checked.
-        progress: called with the number of rows read so far, once a batch.
+        mask_token_id: the drafter's mask token; rows that contain it are rejected. None: not checked.
+        progress: called once per batch with the number of rows read so far.
 
     Returns:
         The shard's manifest.
 
     Raises:
-        UserError: the file is no data set of a known format, no row is usable, or the share of refused rows
-            is above `max_reject_share`; the message names the most frequent reasons with examples. Nothing is
-            left behind.
+        UserError: the file is not a data set of a known format, no row is usable, or the share of rejected
+            rows is above `max_reject_share`; the message names the most frequent reasons with examples. No
+            files are left behind.
     """
     encoder = ChatEncoder(tokenizer, config, mask_token_id)
-    is_stdlib = str(path) == STDLIB
-    source = STDLIB if is_stdlib else source_name(Path(path))
+    is_stdlib = str(path) == stdlib_corpus.SOURCE
+    source = stdlib_corpus.SOURCE if is_stdlib else source_name(Path(path))
     content = stdlib_corpus.corpus_digest() if is_stdlib else content_digest(Path(path))
     meta = {
         "source": source,
@@ -89,15 +90,17 @@ def ingest_file(
 
 
 def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) -> tuple[str, Iterator[RawRow]]:
-    """Format and rows of a file or of "stdlib", at most `data.limit` of them; blank lines are no rows.
+    """Return format and rows of a file or of "stdlib": at most `data.limit` rows, blank lines not counted.
 
     Args:
-        answered: a file of prompts without answers is refused.
+        path: a file, or "stdlib".
+        config: `format`, `columns`, `roles` and `limit` are read.
+        answered: reject a file of prompts without answers.
 
     Raises:
-        UserError: the file is no data set of a known format.
+        UserError: the file is not a data set of a known format.
     """
-    if str(path) == STDLIB:
+    if str(path) == stdlib_corpus.SOURCE:
         return "messages", _limited(_stdlib_rows(), config.limit)
     rows = read_rows(Path(path))
     first: list[RawRow] = []
@@ -109,18 +112,20 @@ def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) ->
             break
     objects = [row.value for row in first if isinstance(row.value, dict)]
     if not objects:
-        raise UserError(f"data.files: {str(path)!r} has no rows that are objects with columns{_why(first)}")
+        reason = _no_objects_reason(first)
+        raise UserError(f"data.files: {str(path)!r} has no rows that are objects with columns{reason}")
     format_name = detect_format(objects, config, source=str(path), answered=answered)
     return format_name, _limited(itertools.chain(first, rows), config.limit)
 
 
-def _why(rows: list[RawRow]) -> str:
-    """What was wrong with the first row, and what a row is."""
-    refused = next((row for row in rows if isinstance(row.value, Rejection)), None)
-    seen = (
-        "" if refused is None else f"; line {refused.line}: {refused.value.reason} ({refused.value.detail})"
-    )
-    return f"{seen}; allowed: one JSON object a line, a JSON array of objects, Parquet; columns: {ACCEPTED}"
+def _no_objects_reason(rows: list[RawRow]) -> str:
+    """Return the end of an error message: the first rejection, and the rows that are allowed."""
+    rejected = next((row for row in rows if isinstance(row.value, Rejection)), None)
+    reason = ""
+    if rejected is not None:
+        reason = f"; line {rejected.line}: {rejected.value.reason} ({rejected.value.detail})"
+    allowed = "one JSON object per line, a JSON array of objects, Parquet"
+    return f"{reason}; allowed: {allowed}; columns: {ACCEPTED}"
 
 
 def _stdlib_rows() -> Iterator[RawRow]:
@@ -129,7 +134,7 @@ def _stdlib_rows() -> Iterator[RawRow]:
 
 
 def _limited(rows: Iterable[RawRow], limit: int | None) -> Iterator[RawRow]:
-    """The first `limit` rows; blank lines are no rows."""
+    """Yield the first `limit` rows, and the blank lines between them, which do not count."""
     count = 0
     for row in rows:
         if count == limit:
@@ -141,7 +146,7 @@ def _limited(rows: Iterable[RawRow], limit: int | None) -> Iterator[RawRow]:
 def _rendered(
     rows: Iterable[RawRow], reader: RowReader, encoder: ChatEncoder, writer: ShardWriter, vocabulary: int
 ) -> Iterator[Item]:
-    """Each row as rendered text, as tokens that came with it, or as a rejection; counts rows and blanks."""
+    """Yield each row as rendered text, as its given tokens, or as a rejection; count rows and blank lines."""
     for row in rows:
         value = row.value
         if value is None:
@@ -158,6 +163,7 @@ def _rendered(
 
 
 def _check_tokens(tokens: Tokens, vocabulary: int, mask_token_id: int | None) -> Sample | Rejection:
+    """Return a tokenised row as a sample, or why it cannot be one."""
     try:
         ids, mask = np.asarray(tokens.token_ids), np.asarray(tokens.loss_mask)
     except (ValueError, OverflowError) as error:
@@ -165,13 +171,11 @@ def _check_tokens(tokens: Tokens, vocabulary: int, mask_token_id: int | None) ->
     if ids.ndim != 1 or ids.shape != mask.shape or len(ids) == 0:
         return Rejection("wrong shape", f"input_ids {ids.shape} and loss_mask {mask.shape}")
     if ids.dtype.kind not in "iu" or mask.dtype.kind not in "iub":
-        return Rejection(
-            "wrong shape", f"input_ids are {ids.dtype}, loss_mask is {mask.dtype}; allowed: integers"
-        )
+        detail = f"input_ids are {ids.dtype}, loss_mask is {mask.dtype}; allowed: integers"
+        return Rejection("wrong shape", detail)
     if ids.min() < 0 or ids.max() >= vocabulary:
-        return Rejection(
-            "token outside the vocabulary", f"{ids.min()} to {ids.max()}; allowed: 0 to {vocabulary - 1}"
-        )
+        detail = f"{ids.min()} to {ids.max()}; allowed: 0 to {vocabulary - 1}"
+        return Rejection("token outside the vocabulary", detail)
     if not np.isin(mask, (0, 1)).all():
         return Rejection("wrong shape", "loss_mask holds other values than 0 and 1")
     if mask_token_id is not None and (ids == mask_token_id).any():
@@ -180,27 +184,27 @@ def _check_tokens(tokens: Tokens, vocabulary: int, mask_token_id: int | None) ->
 
 
 def _encoded(items: Iterator[Item], encoder: ChatEncoder, on_batch: Callable[[], object]) -> Iterator[Item]:
-    """Items in order with rendered text encoded, a batch in a thread while the next ones are rendered."""
+    """Yield the items in order, text encoded: a thread encodes a batch while the next ones are rendered."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        flying: deque[tuple[list[Item], list[Rendered], Future[list[Any]]]] = deque()
+        in_flight: deque[tuple[list[Item], list[Rendered], Future[list[Any]]]] = deque()
         batches = _batched(items)
         while True:
             batch = next(batches, None)
             if batch is not None:
                 texts = [value for _, value in batch if isinstance(value, Rendered)]
-                flying.append((batch, texts, pool.submit(encoder.tokenise, texts)))
+                in_flight.append((batch, texts, pool.submit(encoder.tokenise, texts)))
                 on_batch()
-            while flying and (batch is None or len(flying) >= _BATCHES_IN_FLIGHT):
-                done, texts, future = flying.popleft()
+            while in_flight and (batch is None or len(in_flight) >= _BATCHES_IN_FLIGHT):
+                encoded_batch, texts, future = in_flight.popleft()
                 samples = iter(encoder.samples(texts, future.result()))
-                for line, value in done:
+                for line, value in encoded_batch:
                     yield line, next(samples) if isinstance(value, Rendered) else value
             if batch is None:
                 return
 
 
 def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
-    """Batches of at most 512 rows and about a million characters."""
+    """Yield batches of at most 512 rows and about a million characters."""
     batch: list[Item] = []
     characters = 0
     for item in items:
@@ -222,28 +226,21 @@ def _store(item: Item, writer: ShardWriter, config: DataConfig, source: str) -> 
         return
     assert isinstance(value, Sample)
     mask = value.loss_mask
-    num_eligible = int(np.count_nonzero(mask[:-1] & mask[1:]))  # the number of `eligible_positions`
-    if num_eligible == 0:
+    if len(eligible_positions(mask)) == 0:
         writer.reject(line, "no eligible anchor", f"{int(mask.sum())} supervised tokens, no two in a row")
         return
     for note in value.notes:
         writer.notes[note] += 1
-    added = writer.add(
-        value.token_ids,
-        value.loss_mask,
-        source=source,
-        num_eligible=num_eligible,
-        drop_duplicate=config.drop_duplicates,
-    )
+    added = writer.add(value.token_ids, mask, source=source, drop_duplicate=config.drop_duplicates)
     if not added:
         writer.reject(line, "duplicate", "same tokens as an earlier row (data.drop_duplicates)")
 
 
 def fit_length(sample: Sample, config: DataConfig) -> Sample | Rejection:
-    """The one rule for long samples: as it is, cut inside its last supervised turn, or refused.
+    """Apply the rule for long samples: return it unchanged, cut inside its last supervised turn, or rejected.
 
-    The mask comes from the whole conversation, so a cut keeps exactly the supervised tokens before it. A cut
-    before the last turn would leave a fragment, and is refused.
+    The mask is that of the whole conversation, so a cut keeps exactly the supervised tokens before it. A
+    sample that would have to be cut before its last turn would be a fragment, and is rejected.
     """
     length, allowed = len(sample.token_ids), config.max_length
     if length <= allowed:
@@ -252,37 +249,34 @@ def fit_length(sample: Sample, config: DataConfig) -> Sample | Rejection:
         return Rejection("over length", f"{length} tokens; allowed: {allowed}")
     supervised = np.flatnonzero(sample.loss_mask)
     breaks = np.flatnonzero(np.diff(supervised) > 1)
-    last_turn = (
-        int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0]) if len(supervised) else length
-    )
+    last_turn = length
+    if len(supervised):
+        last_turn = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
     if last_turn + 2 > allowed:
-        return Rejection(
-            "over length before the last turn",
-            f"{length} tokens, last turn at {last_turn}; allowed: {allowed}",
-        )
+        detail = f"{length} tokens, last turn at {last_turn}; allowed: {allowed}"
+        return Rejection("over length before the last turn", detail)
     notes = (*sample.notes, "last turn cut at data.max_length")
     return Sample(sample.token_ids[:allowed], sample.loss_mask[:allowed], notes)
 
 
 def _check(writer: ShardWriter, config: DataConfig, path: str) -> None:
-    """Fail on an unusable file: no sample, or too many refused rows. Dropped duplicates are not counted."""
-    rows, refused = writer.num_rows, writer.num_rejected - writer.num_dropped
+    """Raise if the file has no samples or too many rejected rows, dropped duplicates not counted."""
+    rows, rejected = writer.num_rows, writer.num_rejected - writer.num_dropped
     if writer.num_samples == 0:
+        reasons = writer.rejects_summary()
+        raise UserError(f"data.files: {path!r} has no usable row of {rows}; reasons:\n{reasons}")
+    if rejected > config.max_reject_share * rows:
         raise UserError(
-            f"data.files: {path!r} has no usable row of {rows}; reasons:\n{writer.rejects_summary()}"
-        )
-    if refused > config.max_reject_share * rows:
-        raise UserError(
-            f"data.max_reject_share: {refused} of {rows} rows of {path!r} refused ({refused / rows:.1%}), "
+            f"data.max_reject_share: {rejected} of {rows} rows of {path!r} rejected ({rejected / rows:.1%}), "
             f"allowed: {config.max_reject_share:.1%}; most frequent reasons:\n{writer.rejects_summary()}"
         )
 
 
 def ingest_key_fields(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide what ingest writes, as JSON types, the chat template by content.
+    """Return the settings that determine the output of ingest, as JSON types, the chat template by content.
 
-    Beside these the output depends on the file's bytes, its name (the source), the tokenizer with its
-    template and the mask token.
+    The output also depends on the file's bytes, its name (the source), the tokenizer with its template and
+    the mask token.
     """
     fields = {name: value for name, value in to_dict(config).items() if name not in _NOT_INGEST}
     if config.chat_template is not None:
@@ -295,13 +289,14 @@ def _digest(text: str) -> str:
 
 
 def source_name(path: Path) -> str:
-    """How samples of a file are named in the profile: its name without suffixes."""
+    """Return the name of a file's samples in the length profile: the file's name without suffixes."""
     name = path.name.split(".")[0] or path.name
-    return name.encode("utf-8", "replace").decode()  # names of files need not be UTF-8
+    # Names of files need not be UTF-8.
+    return name.encode("utf-8", "replace").decode()
 
 
 def content_digest(path: Path) -> str:
-    """blake2b of a file's bytes."""
+    """Return the blake2b digest of a file's bytes."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,4 +1,4 @@
-"""Samples as text for people: which characters are supervised."""
+"""Samples as readable text, split where the supervision changes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
 def pieces(
     token_ids: Sequence[int], marks: Sequence[Hashable], decode: Callable[[list[int]], str]
 ) -> list[tuple[str, Hashable]]:
-    """Text of a sample cut where the mark of its tokens changes, e.g. supervised or not.
+    """Return a sample's text, split where the mark of its tokens changes, e.g. from supervised to not.
 
-    A character that several tokens share is not cut: it goes to the piece of its first token. Control
-    characters of the data come out as visible signs, so that nothing in it drives a terminal.
+    A character that spans several tokens is not split: it belongs to the piece of its first token. Control
+    characters of the data are replaced by visible symbols, so that no data can control a terminal.
 
     Args:
-        token_ids: of one sample.
-        marks: one for each token: the loss mask, or tuples of more than that.
-        decode: token ids to text.
+        token_ids: ids of one sample's tokens.
+        marks: one mark per token: the loss mask, or any hashable value.
+        decode: converts token ids to text.
 
     Example: tokens "a", "b", "c" with marks 0, 1, 1 -> [("a", 0), ("bc", 1)].
     """

@@ -1,12 +1,13 @@
 """Prompt sets for evaluation: JSONL whose rows hold `turns`, `prompt` (or `question`) or `messages`.
 
-| shape | what is asked |
+| shape | prompt |
 |---|---|
-| `turns`: list of texts (MT-Bench) | each in turn, after the model's own answers to those before |
-| `prompt` or `question`: text | that |
-| `messages`: role, content | all up to the last turn that is not the assistant's |
+| `turns`: list of texts (MT-Bench) | each text in turn, after the model's own answers to the earlier ones |
+| `prompt` or `question`: text | the text |
+| `messages`: role, content | all messages up to the last one that is not the assistant's |
 
-`category` is kept for tables; `question_id`, `task_id` or `id` names the prompt in messages, never a key.
+`category` is kept for tables. `question_id`, `task_id` or `id` names the prompt in messages to the user and
+is never used as a key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation to go on with, and what the user says after each answer of the model."""
+    """The opening of a conversation, and the user's further turns, one after each answer of the model."""
 
     opening: Messages
     follow_ups: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class ChatPrompt:
     name: str = ""
 
     def messages(self, answers: list[str]) -> Messages | None:
-        """The conversation after the model's answers so far; None when nothing is left to ask.
+        """Return the conversation after these answers of the model; None when no user turn is left.
 
         Turns q1, q2: [] -> q1; [a1] -> q1 a1 q2; [a1, a2] -> None.
         """
@@ -48,10 +49,11 @@ class ChatPrompt:
 
 
 def read_prompts(path: Path, *, limit: int | None = None) -> list[ChatPrompt]:
-    """The first `limit` prompts of a file.
+    """Read the first `limit` prompts of a file.
 
     Raises:
-        UserError: the file cannot be read, a row is no prompt (named by its line), or there is none.
+        UserError: the file cannot be read, has no rows, or has a row that is not a prompt (named
+            by its line).
     """
     reader = RowReader("messages", DataConfig(), reads=lambda _: True, notes=Counter())
     prompts: list[ChatPrompt] = []
@@ -65,7 +67,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[ChatPrompt]:
             raise UserError(f"{where}: {row.value.reason} ({row.value.detail})")
         prompts.append(_prompt(row.value, reader, where))
     if not prompts:
-        raise UserError(f"evaluation.prompts: {path} holds no prompt; allowed: at least one row")
+        raise UserError(f"evaluation.prompts: {path} holds no prompts; allowed: at least one row")
     return prompts
 
 
@@ -78,13 +80,10 @@ def _prompt(row: dict[str, Any], reader: RowReader, where: str) -> ChatPrompt:
         text = row.get("prompt") if row.get("prompt") is not None else row.get("question")
         turns = [text] if text is not None else None
     if turns is not None:
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(t, str) and t.strip() for t in turns)
-        ):
+        texts = turns if isinstance(turns, list) else []
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError(
-                f"{where}: {turns!r:.80} is no prompt; allowed: a text, or a list of texts as turns"
+                f"{where}: {turns!r:.80} is not a prompt; allowed: a text, or a list of texts as turns"
             )
         return ChatPrompt([{"role": "user", "content": turns[0]}], tuple(turns[1:]), category, name)
     conversation = reader.read(row)
@@ -98,5 +97,5 @@ def _prompt(row: dict[str, Any], reader: RowReader, where: str) -> ChatPrompt:
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise UserError(f"{where}: messages hold no turn but the assistant's; allowed: a user turn to answer")
+        raise UserError(f"{where}: messages hold only assistant turns; allowed: at least one user turn")
     return ChatPrompt(messages, (), category, name)

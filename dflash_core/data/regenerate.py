@@ -1,17 +1,17 @@
-"""Conversations whose assistant turns the target writes anew: raw file in, `messages` JSONL out.
+"""Regeneration: the target rewrites the assistant turns of conversations. Raw file in, `messages` JSONL out.
 
-- Rows in = rows out, in order, each on the line that it has in a JSONL input. A row that cannot be used becomes
-  `{"rejection": {"reason", "detail"}}`, which ingest counts and keeps as it would have.
-- Prompts stay: system, user and tool turns, tools, and columns of plain values, so row ids too. A conversation
-  that ends with a question gets its answer.
-- Each assistant turn is asked for in order, after the target's own answers to the turns before. Two kinds of
-  turns stay as they are: one before any question, and one whose tool calls the next turn answers.
-- A turn that the token limit cut says `finish_reason: length` and, unless `regenerate.cut_turns` is closed,
-  `open_end: true`: ingest then doesn't supervise the end of turn which the template writes after it.
-- Every answer is on disk before it is used: a run that was killed asks only for the rest, and a prompt that
-  comes twice is asked for once.
+- Rows in = rows out, in order, each on the line that it has in a JSONL input. A row that cannot be used
+  becomes `{"rejection": {"reason", "detail"}}`, which ingest counts and keeps like its own rejections.
+- Prompts are kept: system, user and tool turns, tools, and columns of plain values, including row ids. A
+  conversation that ends with a question gets its answer.
+- Assistant turns are generated in order, each after the target's own answers to the earlier turns. Two kinds
+  of turns are kept unchanged: one before any question, and one whose tool calls the next turn answers.
+- A turn that was cut at the token limit has `finish_reason: length` and, unless `regenerate.cut_turns` is
+  closed, `open_end: true`: ingest then does not supervise the end of turn that the template writes after it.
+- Every answer is on disk before it is used: a run that was killed generates only the remaining answers, and a
+  prompt that occurs twice is generated once.
 
-Rows are read at most 1,024 ahead of the first one that still waits, whatever the size of the file.
+At most 1,024 rows are read ahead of the first unfinished one, whatever the size of the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from dflash_core.data.ingest import open_rows
 from dflash_core.errors import UserError
 
 ROWS_AHEAD = 1024
-LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+# Seconds between progress lines where the output is not a terminal.
+LINE_SECONDS = 10.0
+COUNTS: tuple[str, ...] = ("num_rows", "num_blank", "num_refused")
+COUNTS += ("num_answers", "num_cached", "num_cut", "num_kept_turns", "num_tokens")
 _FORMAT_COLUMNS = {*DATA_COLUMNS, "regenerated_by", "rejection"}
 
 
@@ -50,25 +53,30 @@ def regenerate_file(
     cut_turns: str = "open",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Writes the file with the target's answers.
+    """Write the file with the target's answers.
 
     Args:
         path: a file, or "stdlib".
+        out_path: the JSONL file to write.
         config: the rules by which ingest reads the same file.
-        encoder: of the target's tokenizer; prompts longer than `data.max_length` are refused unasked.
+        encoder: encoder with the target's tokenizer. Prompts longer than `data.max_length` are
+            rejected without asking.
+        generator: writes the answers.
+        cache: answers of earlier runs, extended by those of this one.
         cut_turns: see `RegenerateConfig`.
+        progress: shown while the file is written; None: nothing is printed.
 
     Returns:
-        Counts of rows and answers, notes, and `digest`, the sha256 of what was written.
+        Counts of rows and answers, notes, and `digest`, the sha256 of the written file.
 
     Raises:
-        UserError: the file is pre-tokenised or no data set at all, or the generator cannot be used.
+        UserError: the file is pre-tokenised or not a data set, or the generator cannot be used.
     """
     format_name, rows = open_rows(path, config, answered=False)
     if format_name == "tokenised":
         raise UserError(
-            f"data.files: {str(path)!r} holds input_ids and loss_mask, and regenerate.enabled is true; allowed: "
-            "conversations, whose assistant turns can be written anew, or regenerate.enabled false"
+            f"data.files: {str(path)!r} holds input_ids and loss_mask, and regenerate.enabled is true; "
+            "allowed: conversations, whose assistant turns can be regenerated, or regenerate.enabled false"
         )
     progress = progress or Progress(str(path), quiet=True)
     with open(out_path, "wb") as file, progress:
@@ -79,14 +87,9 @@ def regenerate_file(
     return {**counts, "notes": dict(work.notes), "digest": work.hasher.hexdigest()}
 
 
-COUNTS = (
-    "num_rows", "num_blank", "num_refused", "num_answers", "num_cached", "num_cut", "num_kept_turns", "num_tokens",
-)  # fmt: skip
-
-
 @dataclass
 class _Row:
-    """A conversation on its way: what the target is shown, and what will be written."""
+    """A conversation in progress: the messages that the target sees, and those that will be written."""
 
     number: int
     conversation: Conversation
@@ -98,28 +101,28 @@ class _Row:
     num_kept: int = 0
 
     def next_prompt(self) -> list[Message] | None:
-        """The conversation up to the next turn that the target writes; None when there is none left.
+        """Return the conversation up to the next turn to generate; None if no such turn is left.
 
         system, user, assistant, user -> [system, user], then with the answer [system, user, answer, user].
         """
-        given = self.conversation.messages
-        while len(self.shown) < len(given):
+        messages = self.conversation.messages
+        while len(self.shown) < len(messages):
             number = len(self.shown)
-            if given[number]["role"] == "assistant" and not self._stays(number):
+            if messages[number]["role"] == "assistant" and not self._is_kept(number):
                 return self.shown
-            self.num_kept += given[number]["role"] == "assistant"
-            turn = dict(given[number])
+            self.num_kept += messages[number]["role"] == "assistant"
+            turn = dict(messages[number])
             self.shown.append(turn)
             self.written.append({**turn, "open_end": True} if number in self.conversation.open_ends else turn)
         return self.shown if self.shown and self.shown[-1]["role"] in ("user", "tool") else None
 
-    def _stays(self, number: int) -> bool:
-        given = self.conversation.messages
-        asked = any(message["role"] in ("user", "tool") for message in given[:number])
-        return not asked or any(message["role"] == "tool" for message in given[number + 1 : number + 2])
+    def _is_kept(self, number: int) -> bool:
+        messages = self.conversation.messages
+        is_asked = any(message["role"] in ("user", "tool") for message in messages[:number])
+        return not is_asked or any(message["role"] == "tool" for message in messages[number + 1 : number + 2])
 
     def take(self, answer: Answer) -> None:
-        """The next turn is this answer."""
+        """Append this answer as the next turn."""
         mark: dict[str, Any] = {"finish_reason": answer.finish_reason}
         if answer.finish_reason == LENGTH and self.cut_turns == "open":
             mark["open_end"] = True
@@ -128,14 +131,14 @@ class _Row:
         self.num_answers += 1
 
     def output(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """The row as it is written."""
+        """Return the row as it is written."""
         tools = {"tools": self.conversation.tools} if self.conversation.tools else {}
-        by = {"regenerated_by": identity} if self.num_answers else {}
-        return {**self.columns, "messages": self.written, **tools, **by}
+        origin = {"regenerated_by": identity} if self.num_answers else {}
+        return {**self.columns, "messages": self.written, **tools, **origin}
 
 
 class _Regeneration:
-    """Rows that were read and not yet written, and which of them wait for which answer."""
+    """Rows that were read but not yet written, by the answer that each waits for."""
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class _Regeneration:
         self._settings = {"by": generator.identity, "template": encoder.template.text}
         self._pending: deque[Request] = deque()
         self._waiting: dict[str, list[_Row]] = {}
-        self._done: dict[int, Any] = {}
+        self._finished: dict[int, Any] = {}
         self._num_read = self._num_written = 0
 
     def run(self, rows: Any, reader: RowReader) -> None:
@@ -165,12 +168,13 @@ class _Regeneration:
                 self.counts["num_tokens"] += answer.num_tokens
             for row in self._waiting.pop(request.key):
                 if isinstance(answer, Rejection):
-                    self._refuse(row.number, answer)
+                    self._reject(row.number, answer)
                 else:
                     self._take(row, answer)
                     self._ask(row)
             self._read_ahead(rows, reader)
-        assert not self._waiting and not self._done
+        assert not self._waiting
+        assert not self._finished
 
     def _read_ahead(self, rows: Any, reader: RowReader) -> None:
         while self._num_read - self._num_written < ROWS_AHEAD:
@@ -183,24 +187,25 @@ class _Regeneration:
                 self._finish(number, None)
                 continue
             self.counts["num_rows"] += 1
-            read = raw.value if isinstance(raw.value, Rejection) else reader.read(raw.value)
-            if isinstance(read, Rejection):
-                self._refuse(number, read)
+            conversation = raw.value if isinstance(raw.value, Rejection) else reader.read(raw.value)
+            if isinstance(conversation, Rejection):
+                self._reject(number, conversation)
                 continue
-            assert isinstance(read, Conversation)
-            self._ask(_Row(number, read, self._columns(raw.value), self.cut_turns))
+            assert isinstance(conversation, Conversation)
+            self._ask(_Row(number, conversation, self._columns(raw.value), self.cut_turns))
 
     def _columns(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Ids and other plain values of a row, less what its format reads as the conversation."""
-        read = _FORMAT_COLUMNS | set(self.config.columns.values())
-        return {k: v for k, v in value.items() if k not in read and isinstance(v, str | int | float | bool)}
+        """Return ids and other plain values of a row, without the columns that its format reads."""
+        excluded = _FORMAT_COLUMNS | set(self.config.columns.values())
+        plain = (str, int, float, bool)
+        return {k: v for k, v in value.items() if k not in excluded and isinstance(v, plain)}
 
     def _ask(self, row: _Row) -> None:
-        """Goes on with a row until it waits for an answer, is refused, or is complete."""
+        """Continue a row until it waits for an answer, is rejected, or is complete."""
         while (messages := row.next_prompt()) is not None:
             request = self._request(messages, row.conversation.tools)
             if isinstance(request, Rejection):
-                self._refuse(row.number, request)
+                self._reject(row.number, request)
                 return
             if request.key in self._waiting:
                 self._waiting[request.key].append(row)
@@ -219,7 +224,8 @@ class _Regeneration:
         token_ids = self.encoder.prompt_ids(messages, tools)
         if isinstance(token_ids, Rejection):
             return token_ids
-        if len(token_ids) + 2 > self.config.max_length:  # no sample with two supervised tokens would fit
+        if len(token_ids) + 2 > self.config.max_length:
+            # No sample with two supervised tokens would fit.
             detail = f"prompt of {len(token_ids)} tokens; data.max_length: {self.config.max_length}"
             return Rejection("over length", detail)
         text = json.dumps([self._settings, messages, tools], sort_keys=True, default=str)
@@ -231,25 +237,26 @@ class _Regeneration:
         self.counts["num_answers"] += 1
         self.counts["num_cut"] += answer.finish_reason == LENGTH
 
-    def _refuse(self, number: int, rejection: Rejection) -> None:
+    def _reject(self, number: int, rejection: Rejection) -> None:
         self.counts["num_refused"] += 1
         self._finish(number, {"rejection": {"reason": rejection.reason, "detail": rejection.detail}})
 
     def _finish(self, number: int, output: dict[str, Any] | None) -> None:
-        """Writes what is complete up to the first row that still waits; a blank line stays one."""
-        self._done[number] = output
-        while self._num_written in self._done:
-            done = self._done.pop(self._num_written)
-            line = b"\n" if done is None else json.dumps(done, default=str).encode() + b"\n"
+        """Write all rows before the first unfinished one; None is a blank line."""
+        self._finished[number] = output
+        while self._num_written in self._finished:
+            row = self._finished.pop(self._num_written)
+            line = b"\n" if row is None else json.dumps(row, default=str).encode() + b"\n"
             self.file.write(line)
             self.hasher.update(line)
             self._num_written += 1
 
 
 class Progress:
-    """Says how far a file is: a line every ten seconds, in a terminal one that renews itself; and at the end.
+    """Progress reports on a file: one line every ten seconds, and one at the end.
 
-    A thread of its own speaks, so that a long batch is no silence.
+    In a terminal the line is updated in place, once per second. A separate thread prints, so a long batch
+    does not look like a hang.
     """
 
     def __init__(self, name: str, *, quiet: bool = False, seconds: float = LINE_SECONDS) -> None:
@@ -257,7 +264,7 @@ class Progress:
         self._in_place = sys.stdout.isatty()
         self._seconds = 1.0 if self._in_place else seconds
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._speak, daemon=True)
+        self._thread = threading.Thread(target=self._print_lines, daemon=True)
 
     def __enter__(self) -> Progress:
         self._started = time.perf_counter()
@@ -271,18 +278,20 @@ class Progress:
             self._thread.join()
             self._show(last=True)
 
-    def _speak(self) -> None:
+    def _print_lines(self) -> None:
         while not self._ended.wait(self._seconds):
             self._show()
 
-    def _show(self, last: bool = False) -> None:
+    def _show(self, *, last: bool = False) -> None:
         seconds = time.perf_counter() - self._started
         print(self.line(seconds), end="\r" if self._in_place and not last else "\n", flush=True)
 
     def line(self, seconds: float) -> str:
-        """regenerate a.jsonl: 12 rows, 20 answers (3 kept from before, 1 cut), 960 tokens, 48.0 tokens/s"""
-        c = self.counts
-        return (
-            f"regenerate {self.name}: {c['num_rows']} rows, {c['num_answers']} answers ({c['num_cached']} kept "
-            f"from before, {c['num_cut']} cut), {c['num_tokens']} tokens, {c['num_tokens'] / seconds:.1f} tokens/s"
-        )
+        """Return the text of a progress line after so many seconds.
+
+        Example: regenerate a.jsonl: 12 rows, 20 answers (3 cached, 1 cut), 960 tokens, 48.0 tokens/s
+        """
+        counts = self.counts
+        answers = f"{counts['num_answers']} answers ({counts['num_cached']} cached, {counts['num_cut']} cut)"
+        speed = f"{counts['num_tokens']} tokens, {counts['num_tokens'] / seconds:.1f} tokens/s"
+        return f"regenerate {self.name}: {counts['num_rows']} rows, {answers}, {speed}"

@@ -1,19 +1,19 @@
-"""A chat template: the text of a conversation and which of its characters the assistant wrote.
+"""A chat template: the text of a conversation and the characters of it that the assistant wrote.
 
-How turns are found. A template with `{% generation %}` says where its assistant turns are. For any other, the
-conversation is rendered up to each assistant turn with the generation prompt (P) and with the turn (F). Both
-must be prefixes of the whole; the turn is then whole[len(P):len(F)]. A template that renders earlier turns
-differently fails that check: by `data.rewritten_history` only the last turn is supervised, or the row is
-refused.
+How turns are found. A template with `{% generation %}` marks its assistant turns. For any other template, the
+conversation is rendered up to each assistant turn, once with the generation prompt (P) and once with the turn
+(F). Both must be prefixes of the whole; the turn is then whole[len(P):len(F)]. A template that renders
+earlier turns differently fails that check: depending on `data.rewritten_history`, only the last turn is
+supervised, or the row is rejected.
 
-What a generation prompt writes is not supervised, and that includes the empty reasoning block that some
-templates print when thinking is off: P is also rendered with thinking off, and the longest P that fits
-counts.
+Text that belongs to the generation prompt is not supervised. This includes the empty reasoning block that
+some templates print when thinking is off: P is also rendered with thinking off, and the longest matching
+P is used.
 
-That takes two renderings a turn. Almost all rows of a file share a few shapes (roles in order), so each shape
-is rendered once with placeholders for its contents; a row whose own rendering equals that skeleton filled
-with its contents has the skeleton's turns. Any other row goes the long way. Rendering the row itself is never
-left out.
+This costs two renderings per turn. Almost all rows of a file share a few shapes (sequences of roles), so
+each shape is rendered once with placeholders for its contents; a row whose own rendering equals that
+skeleton filled with its contents has the skeleton's turns. Every other row takes the slow path. The row
+itself is always rendered.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ Span = tuple[int, int]
 Messages = list[dict[str, Any]]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_SHAPES = 1000
-_SPACE = "\t \t"  # around placeholders, to see what a template strips
+# Surrounds placeholders, to detect what a template strips.
+_SPACE = "\t \t"
 
 
-class RefusedError(Exception):
-    """A row that the template or a rule refuses: a short stable reason and the particulars."""
+class TemplateError(Exception):
+    """A conversation whose turns cannot be found: a short stable reason and details."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -44,18 +45,21 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """One shape of conversation with its contents taken out: pieces[0] content[0] pieces[1] content[1] ...
+    """The rendering of one shape of conversation without its contents.
 
-    Turn borders are (number of contents before it, characters after the end of the last of these).
+    A rendered text is pieces[0] content[0] pieces[1] content[1] ... A border of a turn is given as (number of
+    contents before it, number of characters since the end of the last of these).
     """
 
     pieces: list[str]
-    strips: list[tuple[bool, bool]]  # of each content: left, right
+    # Whether the template strips each content: on the left, on the right.
+    strips: list[tuple[bool, bool]]
+    # Start and end of each turn.
     borders: list[tuple[tuple[int, int], tuple[int, int]]]
     notes: tuple[str, ...]
 
     def turns(self, text: str, messages: Messages) -> list[Span] | None:
-        """The turns of `text`, or None where it is not this skeleton filled with the messages' contents."""
+        """Return the turns of `text`; None if it is not this skeleton filled with the messages' contents."""
         filled, ends, position = [self.pieces[0]], [0], len(self.pieces[0])
         for message, (left, right), piece in zip(messages, self.strips, self.pieces[1:]):
             content = message["content"]
@@ -71,11 +75,11 @@ class Skeleton:
 
 @dataclass
 class ChatTemplate:
-    """Renders conversations and finds the assistant's turns.
+    """A chat template that renders conversations and finds the assistant's turns.
 
     Args:
         text: the Jinja template.
-        special_names: bos_token and the like, which templates print.
+        special_names: the tokenizer's bos_token etc., which templates print.
         controls: texts of the tokenizer's control tokens.
         rewritten_history: `data.rewritten_history`.
 
@@ -95,41 +99,43 @@ class ChatTemplate:
         self._marks_turns = bool(_GENERATION.search(self.text))
         flags = [name for name in ("enable_thinking", "thinking") if self.reads(name)]
         self._prompt_variants: list[dict[str, Any]] = [{}, *({name: False} for name in flags)]
-        # The compiler of `apply_chat_template`, without the copies that it makes of every message.
+        # The compiler of `apply_chat_template`, without the copies that it makes of each message.
         self._compiled = _compile(self.text)
         self._probe()
 
     def reads(self, name: str) -> bool:
-        """Whether the template mentions a field, e.g. `tool_calls`."""
+        """Return True if the template mentions a field, e.g. `tool_calls`."""
         return re.search(rf"\b{name}\b", self.text) is not None
 
     def _probe(self) -> None:
-        """Learn the end-of-turn token and the generation prompts from a conversation of two turns."""
+        """Find the end-of-turn token and the generation prompts with a conversation of two turns."""
         question = [{"role": "user", "content": "Ready?"}]
         if not self._probe_with(question):
             self._probe_with([{"role": "system", "content": "Be brief."}, *question])
 
     def _probe_with(self, question: Messages) -> bool:
-        """Whether the template renders this question and an answer."""
+        """Probe with this question and an answer; return False if the template does not render them."""
         messages = [*question, {"role": "assistant", "content": "Yes, ready."}]
         try:
             whole = self._render(messages, None)
             asked = self._render(question, None)
             prompts = [self._render(question, None, prompt=True, **flags) for flags in self._prompt_variants]
-        except Exception:  # noqa: BLE001 - templates raise anything, here for want of other roles: rows will tell
+        except Exception:
+            # Templates raise any exception, here e.g. because they require other roles. Rows will report it.
             return False
-        found = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
-        self._generation_prompts = sorted(found, key=len, reverse=True)
+        suffixes = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
+        self._generation_prompts = sorted(suffixes, key=len, reverse=True)
         position = whole.rfind("Yes, ready.")
         after = [(whole.find(c, position), -len(c), c) for c in self.controls if whole.find(c, position) >= 0]
         if position >= 0 and after:
             self._end_of_turn = min(after)[2]
         if self._marks_turns and not self._turns_marked(messages, None)[1]:
-            self._marks_turns = False  # the block stands in a comment, or is never reached
+            # The block is in a comment, or is never reached.
+            self._marks_turns = False
         return True
 
     def _render(
-        self, messages: Messages, tools: list[dict[str, Any]] | None, prompt: bool = False, **flags: Any
+        self, messages: Messages, tools: list[dict[str, Any]] | None, *, prompt: bool = False, **flags: Any
     ) -> str:
         return self._compiled.render(
             messages=messages,
@@ -142,11 +148,12 @@ class ChatTemplate:
     def render(
         self, messages: Messages, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[Span], tuple[str, ...]]:
-        """Text, turns as characters [start, end), and remarks.
+        """Return the text, the turns as characters [start, end), and notes.
 
         Raises:
-            RefusedError: by `rewritten_history`.
-            Exception: whatever the template raises.
+            TemplateError: the template rewrites earlier turns and `rewritten_history` is "refuse", or it
+                rewrites the last turn.
+            Exception: any error that the template raises.
         """
         skeleton = self._skeleton_of(messages) if tools is None else None
         if skeleton is not None:
@@ -157,13 +164,14 @@ class ChatTemplate:
         return self._render_slowly(messages, tools)
 
     def render_prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
-        """Text of a conversation that the model is asked to go on with."""
+        """Return the text of a conversation that the model is to continue."""
         return self._render(messages, tools, prompt=True)
 
     def open_end(self, text: str, turn: Span) -> Span:
-        """A turn without what closes it: control tokens at its end, and white space before and after them.
+        """Return a turn without its closing: final control tokens, and white space before and after them.
 
-        `Hi<|im_end|>` -> `Hi`. White space that ends the content itself goes too: at worst a token less.
+        `Hi<|im_end|>` -> `Hi`. White space at the end of the content itself is removed too: at
+        worst one token.
         """
         start, end = turn
         while end > start:
@@ -183,7 +191,7 @@ class ChatTemplate:
         return self._turns_by_prefixes(messages, tools)
 
     def _skeleton_of(self, messages: Messages) -> Skeleton | None:
-        if any(len(message) != 2 for message in messages):  # more than role and content
+        if any(len(message) != 2 for message in messages):  # fields other than role and content
             return None
         shape = tuple(message["role"] for message in messages)
         if shape not in self._skeletons:
@@ -193,12 +201,16 @@ class ChatTemplate:
         return self._skeletons[shape]
 
     def _make_skeleton(self, shape: tuple[str, ...]) -> Skeleton | None:
-        """None where placeholders do not come out once each, in order, or the template refuses the shape."""
+        """Build the skeleton of a shape.
+
+        Returns None if the placeholders are not rendered once each, in order, or if the template raises.
+        """
         names = [f"qx{number}xq" for number in range(len(shape))]
         messages = [{"role": role, "content": _SPACE + name + _SPACE} for role, name in zip(shape, names)]
         try:
             text, turns, notes = self._render_slowly(messages, None)
-        except Exception:  # noqa: BLE001 - rows of this shape will say why, each for itself
+        except Exception:
+            # Each row of this shape will report it.
             return None
         starts, ends, strips = [], [0], []
         for name in names:
@@ -215,14 +227,14 @@ class ChatTemplate:
 
         borders = [(border(start), border(end)) for start, end in turns]
         if any(s < position < e for span in turns for position in span for s, e in zip(starts, ends[1:])):
-            return None  # a border inside a content
+            return None  # a border lies inside a content
         pieces = [text[a:b] for a, b in zip(ends, [*starts, len(text)])]
         return Skeleton(pieces, strips, borders, notes)
 
     def _turns_marked(
         self, messages: Messages, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[Span], tuple[str, ...]]:
-        """Turns by the template's own `{% generation %}` blocks, less what a generation prompt writes."""
+        """Find turns by the template's own `{% generation %}` blocks, less the generation prompt's text."""
         texts, indices = _render_template(
             conversations=[messages],
             tools=tools,
@@ -244,32 +256,33 @@ class ChatTemplate:
     def _turns_by_prefixes(
         self, messages: Messages, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[Span], tuple[str, ...]]:
-        """Turns by rendering up to and with each assistant turn; see the head of the file."""
+        """Find turns by rendering up to, and with, each assistant turn; see the module's docstring."""
         text = self._render(messages, tools)
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [self._turn(text, messages, tools, number) for number in numbers]
-        kept = [turn for turn in turns if turn is not None]
-        if len(kept) == len(turns):
-            return text, kept, ()
+        unchanged = [turn for turn in turns if turn is not None]
+        if len(unchanged) == len(turns):
+            return text, unchanged, ()
         if self.rewritten_history == "refuse":
-            raise RefusedError("chat template rewrites earlier turns", "data.rewritten_history is refuse")
+            raise TemplateError("chat template rewrites earlier turns", "data.rewritten_history is refuse")
         if turns[-1] is None:
-            raise RefusedError("chat template rewrites the last turn", "its prompt is no prefix of the whole")
+            raise TemplateError(
+                "chat template rewrites the last turn", "its prompt is not a prefix of the whole"
+            )
         return text, [turns[-1]], ("supervised by the last turn only (the template rewrites earlier turns)",)
 
     def _turn(
         self, text: str, messages: Messages, tools: list[dict[str, Any]] | None, number: int
     ) -> Span | None:
-        """Characters of one assistant turn, None where the template renders it differently in the whole."""
+        """Return the characters of one assistant turn; None if it is rendered differently in the whole."""
         whole = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
         if not text.startswith(whole):
             return None
         if number == 0:
             start = self._first_difference(whole, messages[0], tools)
         else:
-            prompts = [
-                self._render(messages[:number], tools, prompt=True, **v) for v in self._prompt_variants
-            ]
+            before = messages[:number]
+            prompts = [self._render(before, tools, prompt=True, **flags) for flags in self._prompt_variants]
             start = max((len(prompt) for prompt in prompts if whole.startswith(prompt)), default=-1)
         if start < 0:
             return None
@@ -278,20 +291,23 @@ class ChatTemplate:
     def _first_difference(
         self, whole: str, message: dict[str, Any], tools: list[dict[str, Any]] | None
     ) -> int:
-        """Where an opening assistant turn starts: no turn precedes it, so another content shows the place."""
+        """Return the start of an opening assistant turn: the first character that another content changes."""
         content = message["content"].strip()
         other = self._render([{**message, "content": "b" if content.startswith("a") else "a"}], tools)
         return next((i for i, (x, y) in enumerate(zip(whole, other)) if x != y), min(len(whole), len(other)))
 
     def _turn_end(self, text: str, start: int, end: int) -> int:
-        """End of a turn: after the end-of-turn token, the first one among the control tokens that close
-        text[start:end], white space skipped; after the last of them where none is the end-of-turn token.
+        """Return the end of a turn that is rendered as text[start:end].
+
+        The turn ends after the first end-of-turn token among the control tokens at its end, white space
+        skipped. If none of these is the end-of-turn token, it ends after one that follows text[start:end], or
+        else after the last control token.
 
         `Hi<|im_end|>\\n<|endoftext|>` -> after `<|im_end|>`; `<|call|>f<|/call|><|im_end|>` -> the same;
-        `<|call|>f<|/call|><|eom|>` -> after `<|eom|>`. Where the turn closes without it and the end-of-turn token
-        follows, it is taken in.
+        `<|call|>f<|/call|><|eom|>` -> after `<|eom|>`.
         """
-        closing: list[tuple[int, str]] = []  # ends and texts, last one first
+        # End and text of each control token that closes the turn, the last one first.
+        closing: list[tuple[int, str]] = []
         position, controls = end, tuple(self.controls)
         while True:
             while position > start and text[position - 1].isspace():
@@ -301,7 +317,7 @@ class ChatTemplate:
             control = max((c for c in controls if text.endswith(c, start, position)), key=len)
             closing.append((position, control))
             position -= len(control)
-        ends = [place for place, control in closing if control == self._end_of_turn]
+        ends = [close_end for close_end, control in closing if control == self._end_of_turn]
         if ends:
             return ends[-1]
         following = end
@@ -312,9 +328,8 @@ class ChatTemplate:
         return closing[0][0] if closing else end
 
 
-_render_template: Any = (
-    chat_template_utils.render_jinja_template
-)  # annotated as str, returns (texts, indices)
+# Annotated as str; it returns (texts, indices).
+_render_template: Any = chat_template_utils.render_jinja_template
 
 
 def _compile(text: str) -> Any:

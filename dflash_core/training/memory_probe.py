@@ -132,7 +132,7 @@ class Probe:
         return True
 
 
-def probe_capture(
+def probe_memory(
     run: RunSpec,
     schedule: Schedule,
     make: Callable[[Assignment], Microbatch],
@@ -189,7 +189,7 @@ def probe_training(
         microbatch_loss(drafter, microbatch, features, limited, backward=True)
 
     gradients.gather_weights()
-    line = probe_capture(
+    line = probe_memory(
         run,
         schedule,
         make,

@@ -47,7 +47,7 @@ from dflash_core.target.target import Target
 from dflash_core.training.checkpoint import Checkpointer, check_free_disk, verify
 from dflash_core.training.initial_loss import InitialLoss
 from dflash_core.training.loop import Trainer
-from dflash_core.training.memory_probe import out_of_memory_advice, probe_capture, probe_training
+from dflash_core.training.memory_probe import out_of_memory_advice, probe_memory, probe_training
 from dflash_core.training.run import (
     RunSpec,
     build_drafter,
@@ -272,7 +272,7 @@ def _capture_to_the_end(
     run, device, capture = rank.run, rank.world.device, models.capture
     assert capture is not None
     rank.record.phase("probe")
-    line = probe_capture(
+    line = probe_memory(
         run, rank.schedule, make, capture=capture, spec=models.spec, record=rank.record, device=device
     )
     _print_line(rank.world, line)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dflash_core.config import RunConfig, decisive, from_dict
-from dflash_core.data.store import TokenStore
+from dflash_core.data.store import TokenStore, open_store
 from dflash_core.dataflow.schedule import Schedule
 from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
@@ -74,12 +74,7 @@ class RunSpec:
 
     def open_store(self) -> TokenStore:
         """Open the shards with the validation share of the settings."""
-        data = self.config.data
-        return TokenStore.open(
-            self.shards,
-            validation_share=data.validation_share,
-            min_validation_samples=data.min_validation_samples,
-        )
+        return open_store(self.shards, self.config.data)
 
     def open_schedule(self, store: TokenStore) -> Schedule:
         """Open the plans.

@@ -1,4 +1,4 @@
-"""The steps that several flows share, each one stage or one stage a file or an epoch."""
+"""The steps that flows share: each is one stage, or one stage per file or per epoch."""
 
 from flows.steps.batches import (
     cost_model,
@@ -9,14 +9,13 @@ from flows.steps.batches import (
     predict_seconds,
     show_plans,
 )
-from flows.steps.common import Dataset, Pointer, check_options, root_of, target_directory
+from flows.steps.common import Dataset, check_options, root_of, target_directory
 from flows.steps.data import check_drafter, ingest_all, open_store, prepare_target, profile, regenerate_all
 from flows.steps.evaluation import drafter_and_prompts, evaluate, serve_check
 from flows.steps.training import train_run, write_comparison, write_report
 
 __all__ = [
     "Dataset",
-    "Pointer",
     "check_drafter",
     "check_options",
     "cost_model",

@@ -10,17 +10,18 @@ from dflash_core.batching.cost import CostModel, predict
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import RunConfig, check_budget
 from flows.runtime.deployments import FlowOptions
-from flows.steps.common import Dataset, Pointer, root_of, target_directory
+from flows.steps.common import Dataset, root_of, target_directory
 from tasks import advice, buckets, length_profile, plans, report
 from tasks.reporting import prefect_artifacts as artifacts
-from tasks.reporting import tables
+from tasks.reporting import report_tables, tables
+from tasks.storage.pointers import EdgesPointer, PlanPointer, ProfilePointer, TargetPointer
 
 if TYPE_CHECKING:
     from dflash_core.batching.advice import Forecast
     from dflash_core.batching.plan import BatchPlan
 
 
-def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> Pointer:
+def edges(config: RunConfig, options: FlowOptions, profile_pointer: ProfilePointer) -> EdgesPointer:
     """Compute the bucket edges for this histogram, budget and number of buckets."""
     check_budget(config.batching.token_budget, longest=profile_pointer["stats"]["max_length"])
     directory = root_of(config) / profile_pointer["path"]
@@ -37,7 +38,7 @@ def edges(config: RunConfig, options: FlowOptions, profile_pointer: Pointer) -> 
     artifacts.table(
         "edges",
         config.deployment,
-        artifacts.bucket_rows(histogram["lengths"], histogram["counts"], pointer["edges"]),
+        report_tables.bucket_rows(histogram["lengths"], histogram["counts"], pointer["edges"]),
         f"training samples in each bucket{efficiency}; more than {pointer['knee']} buckets gain little",
     )
     return pointer
@@ -47,11 +48,11 @@ def make_plans(
     config: RunConfig,
     options: FlowOptions,
     dataset: Dataset,
-    edges_pointer: Pointer,
+    edges_pointer: EdgesPointer,
     *,
     strategies: Sequence[str] = tuple(STRATEGIES),
     all_epochs: bool = False,
-) -> dict[str, list[Pointer]]:
+) -> dict[str, list[PlanPointer]]:
     """Plan each strategy, one task per epoch: all epochs of the run's own strategy, two of the others.
 
     Args:
@@ -92,14 +93,14 @@ def make_plans(
             }
             for epoch in range(num_epochs)
         ]
-    plan_pointers: dict[str, list[Pointer]] = {strategy: [] for strategy in strategies}
+    plan_pointers: dict[str, list[PlanPointer]] = {strategy: [] for strategy in strategies}
     pointers = plans.build_epoch.map(root_of(config), calls, refresh="plan" in options.refresh)
     for strategy, pointer in zip(strategy_of_call, pointers):
         plan_pointers[strategy].append(pointer)
     artifacts.table(
         "plans",
         config.deployment,
-        artifacts.plan_rows(report.plan_figures(plan_pointers), report.PLAN_FIGURES),
+        report_tables.plan_rows(report.plan_figures(plan_pointers), report_tables.PLAN_FIGURES),
         f"batch plans of each strategy, seed {config.training.seed}; mixing 1 is as good as random samples",
     )
     return plan_pointers
@@ -108,9 +109,9 @@ def make_plans(
 def show_plans(
     config: RunConfig,
     dataset: Dataset,
-    profile_pointer: Pointer,
-    edges_pointer: Pointer,
-    plan_pointers: dict[str, list[Pointer]],
+    profile_pointer: ProfilePointer,
+    edges_pointer: EdgesPointer,
+    plan_pointers: dict[str, list[PlanPointer]],
 ) -> None:
     """Print data and plans in the terminal."""
     stats = report.dataset_figures(
@@ -129,7 +130,7 @@ def show_plans(
     tables.print_table(f"{config.deployment}: data and plans", rows)
 
 
-def load_plan(config: RunConfig, pointer: Pointer) -> BatchPlan:
+def load_plan(config: RunConfig, pointer: PlanPointer) -> BatchPlan:
     """Read the plan of a pointer."""
     from dflash_core.batching import storage
 
@@ -139,7 +140,7 @@ def load_plan(config: RunConfig, pointer: Pointer) -> BatchPlan:
 def cost_model(
     config: RunConfig,
     options: FlowOptions,
-    target_pointer: Pointer,
+    target_pointer: TargetPointer,
     dataset: Dataset,
     *,
     measure: bool = True,
@@ -165,7 +166,7 @@ def cost_model(
     return CostModel(**pointer["constants"]), basis
 
 
-def predict_seconds(config: RunConfig, epochs: Sequence[Pointer], model: CostModel) -> float | None:
+def predict_seconds(config: RunConfig, epochs: Sequence[PlanPointer], model: CostModel) -> float | None:
     """Predict the seconds of capture and drafter of a run's epochs on one process.
 
     Returns:
@@ -177,7 +178,9 @@ def predict_seconds(config: RunConfig, epochs: Sequence[Pointer], model: CostMod
     return sum(predict(plan.work, model).seconds for plan in used)
 
 
-def forecast(config: RunConfig, dataset: Dataset, edges_pointer: Pointer, model: CostModel) -> list[Forecast]:
+def forecast(
+    config: RunConfig, dataset: Dataset, edges_pointer: EdgesPointer, model: CostModel
+) -> list[Forecast]:
     """Forecast each strategy on these lengths, fastest first."""
     from dflash_core.batching.advice import forecast_strategies
 

@@ -1,11 +1,10 @@
-"""From the target and the files to samples and their lengths."""
+"""Steps from the target and the files to samples and their lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
@@ -13,14 +12,19 @@ from dflash_core.config import RunConfig, to_dict
 from dflash_core.drafter.compatibility import check_compatible
 from dflash_core.errors import UserError
 from flows.runtime.deployments import FlowOptions
-from flows.steps.common import Dataset, Pointer, root_of, target_directory
+from flows.steps.common import Dataset, root_of, sample_tables, target_directory
 from tasks import ingest, length_profile, regenerate, report, target
 from tasks.reporting import prefect_artifacts as artifacts
-from tasks.storage.stages import FileDigests
+from tasks.reporting import report_tables
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.pointers import ProfilePointer, RegeneratedPointer, ShardPointer, TargetPointer
+
+if TYPE_CHECKING:
+    from dflash_core.data.store import TokenStore
 
 
-def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
-    """The target as a local directory."""
+def prepare_target(config: RunConfig, options: FlowOptions) -> TargetPointer:
+    """Materialise the target as a local directory."""
     digests = FileDigests(root_of(config))
     pointer = target.prepare_target(
         root_of(config), config.target, digests, refresh="target" in options.refresh
@@ -29,16 +33,21 @@ def prepare_target(config: RunConfig, options: FlowOptions) -> Pointer:
     return pointer
 
 
-def check_drafter(config: RunConfig, target_pointer: Pointer) -> None:
-    """Check the drafter's settings against the target, before hours of reading data."""
+def check_drafter(config: RunConfig, target_pointer: TargetPointer) -> None:
+    """Check the drafter's settings against the target, before hours of reading data.
+
+    Raises:
+        UserError: they do not fit.
+    """
     check_compatible(target_directory(config, target_pointer), config.drafter)
 
 
 def regenerate_all(
-    config: RunConfig, options: FlowOptions, target_pointer: Pointer, sources: Sequence[ingest.Source]
-) -> list[Pointer]:
-    """The target's own answers to the prompts of every file, one file after the other: each one keeps the device
-    or the endpoint as busy as the settings allow.
+    config: RunConfig, options: FlowOptions, target_pointer: TargetPointer, sources: Sequence[ingest.Source]
+) -> list[RegeneratedPointer]:
+    """Let the target answer the prompts of every file.
+
+    One file follows the other, since each keeps the device or the endpoint as busy as the settings allow.
     """
     root, digests = root_of(config), FileDigests(root_of(config))
     directory = target_directory(config, target_pointer)
@@ -55,24 +64,23 @@ def regenerate_all(
             for source in sources
         ]
     digests.save()
-    for made in pointers:
-        get_run_logger().info("regenerated %s: %s", made["source"], regenerate.summary(made))
+    for pointer in pointers:
+        get_run_logger().info("regenerated %s: %s", pointer["source"], regenerate.summary_line(pointer))
     return pointers
 
 
-def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer) -> Dataset:
-    """Every file a shard; files that were ingested before are not read again."""
+def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: TargetPointer) -> Dataset:
+    """Ingest every file into a shard; files that were ingested before are not read again."""
     root, digests = root_of(config), FileDigests(root_of(config))
     sources = ingest.find_sources(config.data, digests)
-    regenerated: list[Pointer] = []
+    regenerated: list[RegeneratedPointer] = []
     if config.regenerate.enabled:
-        sources = list({(s.name, s.digest): s for s in sources}.values())
-        regenerated = regenerate_all(config, options, target_pointer, sources)
-        sources = [regenerate.regenerated_source(made, root) for made in regenerated]
+        regenerated = regenerate_all(config, options, target_pointer, _unique(sources))
+        sources = [regenerate.regenerated_source(pointer, root) for pointer in regenerated]
         config = replace(config, data=regenerate.regenerated_data(config.data))
     rules = ingest.ingest_rules(config, digests)
     digests.save()
-    unique = list({(s.name, s.digest): s for s in sources}.values())
+    unique = _unique(sources)
     if len(unique) < len(sources):
         get_run_logger().warning(
             "data.files: %d files repeat another one by name and content; each is read once",
@@ -93,12 +101,20 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: Pointer)
         }
         for source in unique
     ]
-    return _open(config, ingest.ingest.map(root, calls, refresh="ingest" in options.refresh))
+    return _open_dataset(config, ingest.ingest.map(root, calls, refresh="ingest" in options.refresh))
 
 
-def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
-    from dflash_core.data.store import TokenStore
+def _unique(sources: Sequence[ingest.Source]) -> list[ingest.Source]:
+    """Return the sources without those that repeat another one by name and content."""
+    return list({(source.name, source.digest): source for source in sources}.values())
 
+
+def _open_dataset(config: RunConfig, pointers: list[ShardPointer]) -> Dataset:
+    """Return the data set of some shards, and log its figures.
+
+    Raises:
+        UserError: no sample is left for training.
+    """
     logger = get_run_logger()
     with_samples = [pointer for pointer in pointers if pointer["num_samples"]]
     rejected = sum(pointer["num_rejected"] for pointer in pointers)
@@ -107,11 +123,7 @@ def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
             f"data.files: no usable row in {len(pointers)} files ({rejected} rejected); allowed: at least one"
         )
     shards = [str(root_of(config) / pointer["path"] / "shard") for pointer in with_samples]
-    store = TokenStore.open(
-        shards,
-        validation_share=config.data.validation_share,
-        min_validation_samples=config.data.min_validation_samples,
-    )
+    store = _open_store(config, shards)
     if len(store.train_indices) == 0:
         raise UserError(f"data.files: {len(store)} samples, none left for training; allowed: more rows")
     logger.info(
@@ -125,43 +137,42 @@ def _open(config: RunConfig, pointers: list[Pointer]) -> Dataset:
     for kind in ("rejects", "notes"):
         for text, count in list(report.counts_of(pointers, kind).items())[:5]:
             logger.info("data: %d rows %s: %s", count, "rejected" if kind == "rejects" else "kept", text)
-    samples = [Path(shard) / "samples.parquet" for shard in shards]
-    bound = length_profile.validation_bound(samples, config.data)
     return Dataset(
         shards=shards,
         pointers=pointers,
         digest=store.digest,
-        validation_bound=bound,
+        validation_bound=length_profile.validation_bound(sample_tables(shards), config.data),
         num_repeats=store.num_repeats,
     )
 
 
-def open_store(config: RunConfig, dataset: Dataset) -> Any:
-    """The samples."""
+def open_store(config: RunConfig, dataset: Dataset) -> TokenStore:
+    """Open the token store of a data set."""
+    return _open_store(config, dataset.shards)
+
+
+def _open_store(config: RunConfig, shards: Sequence[str]) -> TokenStore:
     from dflash_core.data.store import TokenStore
 
     return TokenStore.open(
-        dataset.shards,
+        shards,
         validation_share=config.data.validation_share,
         min_validation_samples=config.data.min_validation_samples,
     )
 
 
-def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> Pointer:
-    """How long the samples are."""
-    samples = [Path(shard) / "samples.parquet" for shard in dataset.shards]
+def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> ProfilePointer:
+    """Profile the sequence lengths of the samples."""
     pointer = length_profile.profile_lengths(
         root_of(config),
         label="length profile",
         after=dataset.pointers,
         refresh="profile" in options.refresh,
-        length_digest=length_profile.length_digest(samples, dataset.validation_bound),
+        length_digest=length_profile.length_digest(sample_tables(dataset.shards), dataset.validation_bound),
         sql_digest=length_profile.sql_digest(),
         validation_bound=dataset.validation_bound,
         shards=dataset.shards,
     )
-    found = length_profile.read_profile(root_of(config) / pointer["path"])
-    artifacts.table(
-        "lengths", config.deployment, artifacts.source_rows(found), "lengths of each source in tokens"
-    )
+    rows = report_tables.source_rows(length_profile.read_profile(root_of(config) / pointer["path"]))
+    artifacts.table("lengths", config.deployment, rows, "lengths of each source in tokens")
     return pointer

@@ -13,7 +13,7 @@ from flows.steps.data import ingest_all, prepare_target
 from tasks import evaluate as evaluation
 from tasks import serve_check as checking
 from tasks.storage import run_directory as runs
-from tasks.storage.stages import FileDigests
+from tasks.storage.file_digests import FileDigests
 
 
 def drafter_and_prompts(config: RunConfig, options: EvaluateOptions) -> tuple[Path, Pointer, Dataset | None]:

@@ -1,32 +1,44 @@
-"""From plans to a trained drafter, and the reports of one run or of a comparison."""
+"""Steps from plans to a trained drafter, and the reports of one run or of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dflash_core.config import RunConfig, to_dict
 from flows.runtime.deployments import FlowOptions, data_name
 from flows.steps.batches import load_plan
-from flows.steps.common import Dataset, Pointer, root_of, target_directory
+from flows.steps.common import Dataset, root_of, target_directory
 from tasks import compare, plans, report, train
-from tasks.reporting import tables
+from tasks.reporting import report_tables, tables
+from tasks.storage.pointers import (
+    EdgesPointer,
+    EvaluationPointer,
+    PlanPointer,
+    ProfilePointer,
+    TargetPointer,
+    TrainedRun,
+)
 
 
 def train_run(
     config: RunConfig,
     options: FlowOptions,
-    target_pointer: Pointer,
+    target_pointer: TargetPointer,
     dataset: Dataset,
-    profile_pointer: Pointer,
-    epochs: Sequence[Pointer],
+    profile_pointer: ProfilePointer,
+    epochs: Sequence[PlanPointer],
     label: str | None = None,
-) -> Pointer:
-    """Trains to the end, resumes, or skips what is finished; `epochs` are the plans, one an epoch."""
+) -> TrainedRun:
+    """Train to the end, resume, or skip a finished run; `epochs` holds one plan per epoch."""
     root, used = root_of(config), epochs[: config.training.epochs]
     num_steps = sum(int(pointer["metrics"]["num_steps"]) for pointer in used)
+    figures = report.dataset_figures(
+        profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
+    )
     return train.train(
-        to_dict(config),
+        config,
         {
             "shards": dataset.shards,
             "plans": [
@@ -40,9 +52,7 @@ def train_run(
             "dataset": {
                 "name": data_name(config.data.files),
                 "files": sorted(pointer["source"] for pointer in dataset.pointers),
-                "profile": report.dataset_figures(
-                    profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
-                ),
+                "profile": figures,
             },
         },
         label=label or f"train {config.batching.strategy}",
@@ -54,33 +64,34 @@ def train_run(
 def write_report(
     config: RunConfig,
     dataset: Dataset,
-    profile_pointer: Pointer,
-    edges_pointer: Pointer,
-    made: dict[str, list[Pointer]],
-    trained: Pointer,
-    evaluated: Pointer,
-) -> Pointer:
-    """report.json, report.md and plots in the run's directory, a table in the terminal."""
-    written = report.write_report(
-        to_dict(config),
+    profile_pointer: ProfilePointer,
+    edges_pointer: EdgesPointer,
+    plan_pointers: dict[str, list[PlanPointer]],
+    trained: TrainedRun,
+    evaluated: EvaluationPointer,
+) -> dict[str, Any]:
+    """Write report.json, report.md and plots into the run's directory, and print a table."""
+    contents = report.write_report(
+        config,
         dataset=report.dataset_figures(
             profile_pointer["stats"], dataset.pointers, num_repeats=dataset.num_repeats
         ),
         edges=edges_pointer,
-        plans=made,
+        plans=plan_pointers,
         trained=trained,
         evaluated=evaluated,
         edges_directory=str(root_of(config) / edges_pointer["path"]),
     )
     title = f"{config.deployment}, run {Path(trained['run_dir']).name} ({trained['status']})"
-    tables.print_table(title, [*report.summary_rows(written), ("report", f"{trained['run_dir']}/report.md")])
-    return written
+    rows = [*report_tables.summary_rows(contents), ("report", f"{trained['run_dir']}/report.md")]
+    tables.print_table(title, rows)
+    return contents
 
 
 def write_comparison(
-    config: RunConfig, dataset: Dataset, edges_pointer: Pointer, results: list[compare.Result]
-) -> Pointer:
-    """The comparison's report, a table in the terminal, the recommendation."""
+    config: RunConfig, dataset: Dataset, edges_pointer: EdgesPointer, results: list[compare.Result]
+) -> dict[str, Any]:
+    """Write the comparison's report; print its tables and the recommendation."""
     lengths = plans.lengths_of(config, dataset.shards)
     metrics = [
         compare.read_metrics(
@@ -90,10 +101,9 @@ def write_comparison(
         )
         for result in results
     ]
-    found = compare.write_comparison(to_dict(config), results, metrics, edges_pointer["edges"])
+    comparison = compare.write_comparison(to_dict(config), results, metrics, edges_pointer["edges"])
     for title, columns in (("throughput and batches", compare.SHOWN), ("training", compare.TRAINED)):
-        tables.print_wide_table(f"{config.deployment}: {title}", *compare.table(found, columns))
-    tables.print_table(
-        "recommendation", [("", found["recommendation"]), ("report", f"{found['directory']}/report.md")]
-    )
-    return found
+        tables.print_wide_table(f"{config.deployment}: {title}", *compare.table(comparison, columns))
+    rows = [("", comparison["recommendation"]), ("report", f"{comparison['directory']}/report.md")]
+    tables.print_table("recommendation", rows)
+    return comparison

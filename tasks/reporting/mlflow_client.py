@@ -1,4 +1,7 @@
-"""TODO."""
+"""MLflow: the connection, summaries of runs that may have ended, and the registry of drafters.
+
+MLflow is imported inside functions, since importing it takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,27 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
+from dflash_core.files import write_json
 
-LOCAL_UI = "http://127.0.0.1:5000"  # of `make ui`
-
+# Address of the server that `make ui` starts.
+LOCAL_UI = "http://127.0.0.1:5000"
 
 log = logging.getLogger("prefect.train_dflash.tracking")
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """Where runs are recorded: the setting, else the environment, else sqlite under the storage root."""
+    """Return the address of the tracking server or database.
+
+    It is the setting, else the environment variable, else a sqlite database under the storage root.
+    """
     root = Path(config.storage_root).resolve()
     return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
 
 
 def open_client(config: RunConfig) -> tuple[Any, str]:
-    """An MLflow client and the id of the experiment, both created if missing.
+    """Open an MLflow client, and return it with the id of the experiment, which is created if missing.
 
-    The first use of a sqlite database creates its tables; a file lock lets one process do that at a time.
+    The first use of a sqlite database creates its tables; a file lock lets one process at a time do that.
 
     Raises:
         UserError: the tracking server cannot be reached.
@@ -57,7 +64,7 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
 
 
 def run_url(config: RunConfig, experiment_id: str, run_id: str) -> str:
-    """The run's page: of the tracking server, or of the one that `make ui` starts."""
+    """Return the address of the run's page on the tracking server, or on the one that `make ui` starts."""
     uri = tracking_uri(config)
     server = uri.rstrip("/") if uri.startswith("http") else LOCAL_UI
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}"
@@ -71,51 +78,75 @@ def log_summary(
     tags: dict[str, str] | None = None,
     artifacts: Iterable[tuple[Path, str | None]] = (),
 ) -> None:
-    """Adds summary metrics, tags and files (a file or a directory, and where to) to a run that may have
-    ended.
+    """Add summary metrics, tags and files to a run that may have ended.
+
+    Args:
+        config: names the tracking server.
+        run_id: the run.
+        metrics: name -> value; values that are None or not finite are left out.
+        tags: name -> text.
+        artifacts: a file or directory each, and the directory of the run's artifacts that it goes to; None:
+            the top.
     """
     from mlflow.entities import Metric, RunTag
 
     client, _ = open_client(config)
     now = int(time.time() * 1000)
-    points = [
-        Metric(k, float(v), now, 0) for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)
-    ]
-    client.log_batch(run_id, metrics=points, tags=[RunTag(k, v) for k, v in (tags or {}).items()])
-    for path, where in artifacts:
+    finite = {k: float(v) for k, v in (metrics or {}).items() if v is not None and math.isfinite(v)}
+    client.log_batch(
+        run_id,
+        metrics=[Metric(key, value, now, 0) for key, value in finite.items()],
+        tags=[RunTag(key, value) for key, value in (tags or {}).items()],
+    )
+    for path, artifact_path in artifacts:
         if path.is_dir():
-            client.log_artifacts(run_id, str(path), where)
+            client.log_artifacts(run_id, str(path), artifact_path)
         elif path.exists():
-            client.log_artifact(run_id, str(path), where)
+            client.log_artifact(run_id, str(path), artifact_path)
 
 
 def run_of_directory(config: RunConfig, directory: Path, name: str) -> str:
-    """The MLflow run that a directory's mlflow.json names; where there is none, a new one, ended and recorded."""
+    """Return the run that a directory's mlflow.json names; without one, create an ended run."""
     client, experiment_id = open_client(config)
-    recorded = directory / "mlflow.json"
-    with suppress(OSError, json.JSONDecodeError, KeyError):
-        run_id = str(json.loads(recorded.read_text(encoding="utf-8"))["run_id"])
-        if run_exists(client, run_id):
-            return run_id
-    run_id = client.create_run(experiment_id, run_name=name).info.run_id
-    client.set_terminated(run_id, status="FINISHED")
-    recorded.write_text(json.dumps({"run_id": run_id, "experiment_id": experiment_id}) + "\n")
-    return str(run_id)
+    run_id = recorded_run(client, directory)
+    if run_id is None:
+        run_id = str(client.create_run(experiment_id, run_name=name).info.run_id)
+        client.set_terminated(run_id, status="FINISHED")
+        record_run(directory, run_id, experiment_id)
+    return run_id
+
+
+def recorded_run(client: Any, directory: Path) -> str | None:
+    """Return the run that a directory's mlflow.json names, if it exists and is not deleted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        run_id = json.loads((directory / "mlflow.json").read_text(encoding="utf-8"))["run_id"]
+        is_active = client.get_run(run_id).info.lifecycle_stage == "active"
+    except (OSError, json.JSONDecodeError, KeyError, MlflowException):
+        return None
+    return str(run_id) if is_active else None
+
+
+def record_run(directory: Path, run_id: str, experiment_id: str) -> None:
+    """Write mlflow.json, which names the MLflow run of a directory."""
+    write_json(directory / "mlflow.json", {"run_id": run_id, "experiment_id": experiment_id})
 
 
 def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict[str, str]) -> int:
-    """Makes the run's artifact `drafter/` a version of a registered model, with the alias `current`.
+    """Register the run's artifact `drafter/` as a version of a model, with the alias `current`.
+
+    A run that already has a version keeps it, with new tags.
 
     Returns:
-        The version number; the one this run already has, if it has one.
+        The version number.
     """
     from mlflow.exceptions import MlflowException
 
     client, _ = open_client(config)
     with suppress(MlflowException):
-        client.create_registered_model(
-            model_name, description="DFlash drafter: config.json and model.safetensors"
-        )
+        description = "DFlash drafter: config.json and model.safetensors"
+        client.create_registered_model(model_name, description=description)
     for version in client.search_model_versions(f"name = '{model_name}'"):
         if version.run_id == run_id:
             for key, value in tags.items():
@@ -129,7 +160,7 @@ def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict
 
 
 def registered_run_directories(config: RunConfig) -> set[Path]:
-    """Run directories whose drafter an alias of a registered model points to."""
+    """Return the run directories whose drafter an alias of a registered model points to."""
     database = Path(config.storage_root).resolve() / "mlflow.db"
     if tracking_uri(config).startswith("sqlite:") and not database.exists():
         return set()
@@ -139,17 +170,8 @@ def registered_run_directories(config: RunConfig) -> set[Path]:
         for model in client.search_registered_models()
         for version in model.aliases.values()
     }
-    found = set()
+    directories = set()
     for recorded in Path(config.storage_root).resolve().glob("*/*/mlflow.json"):
         if json.loads(recorded.read_text(encoding="utf-8"))["run_id"] in aliased:
-            found.add(recorded.parent.resolve())
-    return found
-
-
-def run_exists(client: Any, run_id: str) -> bool:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return client.get_run(run_id).info.lifecycle_stage == "active"
-    except MlflowException:
-        return False
+            directories.add(recorded.parent.resolve())
+    return directories

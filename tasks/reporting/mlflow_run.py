@@ -1,9 +1,13 @@
-"""MLflow: one flat run per training, written in batches, continued on resume, never left RUNNING.
+"""The MLflow run of a training: one flat run, written in batches, continued on resume, never left RUNNING.
 
-Points are buffered and sent by `log_batch` every 50 steps or 5 seconds, which is 30 to 100 times faster than
-one call a metric. On resume each metric continues after its last recorded step, so no step has two points. A
-tracking server that is away never stops a training: points wait, and the oldest are dropped, counted and
-    reported, above `MAX_WAITING`.
+Points are buffered and sent by `log_batch` every 50 steps or 15 seconds, which is 30 to 100 times faster than
+one call per metric. On resume each metric continues after its last recorded step, so no step has two points.
+
+A tracking server that is away never stops a training: points wait in memory. Above `MAX_WAITING` the oldest
+are dropped, counted and reported; metrics.jsonl has them all.
+
+While a run is open, a marker file names it and its process. The next training, or the flow's own state hook,
+closes a run whose process ended without closing it.
 """
 
 from __future__ import annotations
@@ -20,18 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig
-from tasks.reporting.mlflow_client import log, open_client, run_exists, tracking_uri
+from dflash_core.files import write_json
+from tasks.reporting.mlflow_client import log, open_client, record_run, recorded_run, tracking_uri
 from tasks.storage.process_notes import is_gone, this_process
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 15.0
-BATCH_LIMIT = 1000  # metrics MLflow takes in one call
+# Number of metrics that MLflow accepts in one call.
+BATCH_LIMIT = 1000
+# Characters that MLflow accepts in the value of a parameter, and in the digest of a data set.
+PARAM_LIMIT, DIGEST_LIMIT = 6000, 36
 MAX_WAITING = 200_000
 
 
 def git_commit() -> str:
-    """Commit of the code that runs, with `-dirty` when it was changed; `unknown` outside a checkout."""
+    """Return the commit of this code, with `-dirty` when it was changed; `unknown` outside a checkout."""
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match", ""],
             cwd=Path(__file__).resolve().parent,
             capture_output=True,
@@ -41,11 +49,11 @@ def git_commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 def comparable_params(config: RunConfig) -> dict[str, Any]:
-    """The few settings by which runs are compared; run.json, an artifact, has them all."""
+    """Return the few settings by which runs are compared; the artifact run.json has them all."""
     return {
         "strategy": config.batching.strategy,
         "num_buckets": config.batching.num_buckets,
@@ -65,7 +73,7 @@ def comparable_params(config: RunConfig) -> dict[str, Any]:
 
 
 def run_tags(config: RunConfig, dataset_digest: str, run_key: str, flow_run_id: str) -> dict[str, str]:
-    """What groups and finds runs in MLflow."""
+    """Return the tags by which runs are grouped and found in MLflow."""
     tags = {
         "strategy": config.batching.strategy,
         "stage": "train",
@@ -79,7 +87,7 @@ def run_tags(config: RunConfig, dataset_digest: str, run_key: str, flow_run_id: 
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a line of metrics.jsonl."""
+    """Return the metrics in a line of metrics.jsonl."""
     return {
         key: value
         for key, value in line.items()
@@ -89,17 +97,18 @@ def scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Tracker:
-    """Metrics of one training on their way to one MLflow run."""
+    """The MLflow run of one training: buffers its metrics, sends them in batches and closes the run."""
 
     client: Any
     run_id: str
     experiment_id: str
-    marker: Path  # says, while it exists, that this run must still be closed
+    # File that exists until the run is closed.
+    marker: Path
+    is_resumed: bool = False
     _waiting: list[Any] = field(default_factory=list)
     _last_step: dict[str, int] = field(default_factory=dict)
     _steps_since_flush: int = 0
     _flushed_at: float = field(default_factory=time.monotonic)
-    _resumed: bool = False
     _dropped: int = 0
     _monitor: Any = None
     _closed: bool = False
@@ -116,9 +125,12 @@ class Tracker:
         dataset: dict[str, Any],
         owner: str,
     ) -> Tracker:
-        """Opens the MLflow run of a run directory: the one it had, else a new one.
+        """Open the MLflow run of a run directory: the one it had, else a new one.
 
         Args:
+            config: names the tracking server and the experiment.
+            run_dir: directory whose mlflow.json names the run.
+            name: name of a new run.
             params: written once, when the run is created.
             tags: written each time.
             dataset: `name`, `digest`, `files`, `profile`; written with the params.
@@ -126,13 +138,11 @@ class Tracker:
         """
         close_abandoned_runs(config.storage_root)
         client, experiment_id = open_client(config)
-        recorded, run_id = run_dir / "mlflow.json", None
-        with suppress(OSError, json.JSONDecodeError, KeyError):
-            run_id = json.loads(recorded.read_text(encoding="utf-8"))["run_id"]
-        resumed = run_id is not None and run_exists(client, run_id)
-        if not resumed:
-            run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
-            recorded.write_text(json.dumps({"run_id": run_id, "experiment_id": experiment_id}) + "\n")
+        run_id = recorded_run(client, run_dir)
+        is_resumed = run_id is not None
+        if run_id is None:
+            run_id = str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
+            record_run(run_dir, run_id, experiment_id)
             _log_params(client, run_id, params)
             _log_dataset(client, run_id, dataset)
         else:
@@ -141,13 +151,13 @@ class Tracker:
                 client.set_tag(run_id, key, value)
         marker = open_marker(config.storage_root, owner)
         marker.parent.mkdir(parents=True, exist_ok=True)
-        write_marker(marker, uri=tracking_uri(config), run_id=str(run_id))
+        write_marker(marker, uri=tracking_uri(config), run_id=run_id)
         tracker = cls(
             client=client,
-            run_id=str(run_id),
+            run_id=run_id,
             experiment_id=str(experiment_id),
             marker=marker,
-            _resumed=resumed,
+            is_resumed=is_resumed,
         )
         if config.tracking.system_metrics:
             tracker._start_monitor(tracking_uri(config))
@@ -157,11 +167,11 @@ class Tracker:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
         logging.getLogger("mlflow.system_metrics").setLevel(logging.WARNING)
-        self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=self._resumed, tracking_uri=uri)
+        self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=self.is_resumed, tracking_uri=uri)
         self._monitor.start()
 
     def log(self, metrics: dict[str, float], step: int, time_ms: int) -> None:
-        """Buffers one step's metrics; values that are not finite are left out (the loop counts them)."""
+        """Buffer one step's metrics; values that are not finite are left out (the loop counts them)."""
         from mlflow.entities import Metric
 
         for key, value in metrics.items():
@@ -174,41 +184,43 @@ class Tracker:
             self.flush()
 
     def catch_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Sends what metrics.jsonl has and MLflow has not, for a run that goes on: a process that was killed took
-        its buffer along.
+        """Send the points of metrics.jsonl that MLflow lacks: the buffer of a process that was killed.
+
+        Does nothing for a new run.
         """
-        if not self._resumed:
+        if not self.is_resumed:
             return
         try:
             for line in lines:
                 self.log(scalars(line), line["step"], line["time_ms"])
             self.flush()
-        except Exception as error:  # the tracking server's troubles are not the training's
+        # A failure of the tracking server must not end the training; the same holds below.
+        except Exception as error:
             log.warning("points of the steps before could not be sent again: %s", error)
 
     def _last(self, key: str) -> int:
-        """Last step recorded of a metric; asked of MLflow once, and only for a run that was continued."""
+        """Return the last recorded step of a metric, or -1; MLflow is asked once, for a resumed run only."""
         if key not in self._last_step:
-            known = self.client.get_metric_history(self.run_id, key) if self._resumed else []
-            self._last_step[key] = max((m.step for m in known), default=-1)
+            history = self.client.get_metric_history(self.run_id, key) if self.is_resumed else []
+            self._last_step[key] = max((m.step for m in history), default=-1)
         return self._last_step[key]
 
     def flush(self) -> None:
-        """Sends what waits. A failure to send keeps it for the next time."""
+        """Send the buffered points; those that could not be sent stay for the next time."""
         self._steps_since_flush, self._flushed_at = 0, time.monotonic()
         try:
             while self._waiting:
                 self.client.log_batch(self.run_id, metrics=self._waiting[:BATCH_LIMIT])
                 del self._waiting[:BATCH_LIMIT]
-        except Exception as error:  # the tracking server's troubles are not the training's
-            log.warning("MLflow did not take %d points, will try again: %s", len(self._waiting), error)
+        except Exception as error:
+            log.warning("MLflow did not accept %d points, will try again: %s", len(self._waiting), error)
             excess = len(self._waiting) - MAX_WAITING
             if excess > 0:
                 del self._waiting[:excess]
                 self._dropped += excess
 
     def close(self, status: str) -> None:
-        """Sends the rest and ends the run as FINISHED, FAILED or KILLED; a second call does nothing."""
+        """Send the rest and end the run as FINISHED, FAILED or KILLED; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -221,16 +233,18 @@ class Tracker:
         try:
             self.client.set_terminated(self.run_id, status=status)
             self.marker.unlink(missing_ok=True)
-        except Exception as error:  # the next training closes it
+        # The next training closes it.
+        except Exception as error:
             log.warning("MLflow run %s could not be closed as %s: %s", self.run_id, status, error)
             with suppress(OSError, json.JSONDecodeError):
-                write_marker(self.marker, **(json.loads(self.marker.read_text()) | {"status": status}))
+                marked = json.loads(self.marker.read_text(encoding="utf-8"))
+                write_marker(self.marker, **(marked | {"status": status}))
 
 
 def _log_params(client: Any, run_id: str, params: dict[str, Any]) -> None:
     from mlflow.entities import Param
 
-    client.log_batch(run_id, params=[Param(key, str(value)[:6000]) for key, value in params.items()])
+    client.log_batch(run_id, params=[Param(key, str(value)[:PARAM_LIMIT]) for key, value in params.items()])
 
 
 def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
@@ -238,7 +252,7 @@ def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
 
     logged = Dataset(
         name=dataset["name"],
-        digest=dataset["digest"][:36],  # as many as MLflow takes
+        digest=dataset["digest"][:DIGEST_LIMIT],
         source_type="local",
         source=json.dumps({"files": dataset["files"]}),
         profile=json.dumps(dataset["profile"]),
@@ -247,42 +261,43 @@ def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
 
 
 def open_marker(storage_root: str | Path, owner: str) -> Path:
-    """File that exists while a flow run has an MLflow run open."""
+    """Return the file that exists while a flow run has an MLflow run open."""
     return Path(storage_root).resolve() / "open-runs" / f"{owner}.json"
 
 
 def write_marker(marker: Path, *, uri: str, run_id: str, status: str | None = None, **_: Any) -> None:
-    """Notes an open run, the process that has it open, and the status it should have got."""
-    described = {"uri": uri, "run_id": run_id, "status": status, **this_process()}
-    marker.write_text(json.dumps(described))
+    """Record an open run, its process, and the status with which it should have been closed."""
+    write_json(marker, {"uri": uri, "run_id": run_id, "status": status, **this_process()})
 
 
 def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
-    """State hook: the MLflow run of a flow run that ended early becomes KILLED (cancelled) or FAILED."""
+    """Close the MLflow run of a flow run that ended early, as KILLED or FAILED; a state hook."""
     del flow
     storage_root = (flow_run.parameters or {}).get("storage_root") or RunConfig().storage_root
     marker = open_marker(storage_root, str(flow_run.id))
-    killed = state.is_cancelled() or state.is_cancelling() or state.is_crashed()
+    is_killed = state.is_cancelled() or state.is_cancelling() or state.is_crashed()
     if marker.exists():
-        _close_marked(marker, "KILLED" if killed else "FAILED")
+        close_marked(marker, "KILLED" if is_killed else "FAILED")
 
 
 def close_abandoned_runs(storage_root: str | Path) -> None:
-    """Closes the runs of this machine's processes that are gone, as far as their tracking servers answer."""
+    """Close the runs of processes of this machine that have ended, where their tracking servers answer."""
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
         with suppress(OSError, json.JSONDecodeError, KeyError):
-            left = json.loads(marker.read_text(encoding="utf-8"))
-            if is_gone(left):
-                _close_marked(marker, "KILLED")
+            if is_gone(json.loads(marker.read_text(encoding="utf-8"))):
+                close_marked(marker, "KILLED")
 
 
-def _close_marked(marker: Path, status: str) -> None:
+def close_marked(marker: Path, status: str) -> None:
+    """Close the run of a marker with the recorded status, else with `status`; then remove the marker."""
     import mlflow
 
-    left = json.loads(marker.read_text(encoding="utf-8"))
+    marked = json.loads(marker.read_text(encoding="utf-8"))
     try:
-        mlflow.MlflowClient(left["uri"]).set_terminated(left["run_id"], status=left.get("status") or status)
-    except Exception as error:  # a server that is away: another time
-        log.warning("MLflow run %s could not be closed: %s", left["run_id"], error)
+        client = mlflow.MlflowClient(marked["uri"])
+        client.set_terminated(marked["run_id"], status=marked.get("status") or status)
+    # A server that is away: the marker stays, and the next training tries again.
+    except Exception as error:
+        log.warning("MLflow run %s could not be closed: %s", marked["run_id"], error)
     else:
         marker.unlink(missing_ok=True)

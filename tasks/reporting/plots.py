@@ -1,4 +1,4 @@
-"""Plots of the profile, the plans and the training: PNG files, one function each."""
+"""Plots of the length profile, the plans and the training: one function per PNG file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib.figure import Figure  # noqa: E402 (after the backend)
+from matplotlib.figure import Figure  # noqa: E402 (once the backend is set)
 
 
 def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Any]:
@@ -25,12 +25,11 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Any]:
 
 
 def length_histogram(path: Path, lengths: Sequence[int], counts: Sequence[int], edges: Sequence[int]) -> None:
-    """Samples by sequence length, with the bucket edges."""
+    """Draw the number of samples by sequence length, with the bucket edges."""
     figure, axes = _figure("Sequence lengths of the training samples and bucket edges", "tokens", "samples")
     if lengths:
-        axes.hist(
-            lengths, bins=min(80, max(1, max(lengths) - min(lengths) + 1)), weights=counts, color="#4878a8"
-        )
+        bins = min(80, max(1, max(lengths) - min(lengths) + 1))
+        axes.hist(lengths, bins=bins, weights=counts, color="#4878a8")
     for i, edge in enumerate(edges[1:]):
         axes.axvline(edge, color="#c44e52", linewidth=1, label="bucket edge" if i == 0 else None)
     if len(edges) > 1:
@@ -41,7 +40,7 @@ def length_histogram(path: Path, lengths: Sequence[int], counts: Sequence[int], 
 def efficiency_against_buckets(
     path: Path, num_buckets: Sequence[int], efficiency: Sequence[float], chosen: int, knee: int | None = None
 ) -> None:
-    """Expected padding efficiency of the optimal edges for each number of buckets."""
+    """Draw the expected padding efficiency of the optimal edges for each number of buckets."""
     figure, axes = _figure("Expected padding efficiency of optimal edges", "buckets", "padding efficiency")
     axes.plot(num_buckets, efficiency, marker="o", markersize=3, color="#4878a8")
     axes.axvline(chosen, color="#c44e52", linewidth=1, label=f"chosen: {chosen}")
@@ -53,7 +52,7 @@ def efficiency_against_buckets(
 
 
 def efficiency_by_strategy(path: Path, efficiency: Mapping[str, float]) -> None:
-    """Padding efficiency of each strategy's plans."""
+    """Draw the padding efficiency of each strategy's plans."""
     figure, axes = _figure("Padding efficiency by strategy", "", "real tokens / slots")
     bars = axes.bar(list(efficiency), list(efficiency.values()), color="#4878a8", width=0.6)
     axes.bar_label(bars, fmt="%.3f", fontsize=9)
@@ -67,7 +66,14 @@ def loss_curves(
     x_label: str,
     title: str = "Loss",
 ) -> None:
-    """Losses over steps, samples or seconds: label -> (x, y); curves of many points get a running mean."""
+    """Draw losses over steps, samples or seconds; curves of many points get a running mean.
+
+    Args:
+        path: PNG file to write.
+        curves: label -> (x, loss).
+        x_label: meaning and unit of x.
+        title: title of the plot.
+    """
     figure, axes = _figure(title, x_label, "loss per weighted position")
     colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
     for i, (label, (x, y)) in enumerate(curves.items()):
@@ -83,10 +89,12 @@ def loss_curves(
 
 
 def loss_bands(path: Path, runs: Mapping[str, Sequence[tuple[Any, Any]]], x_label: str) -> None:
-    """Loss of each strategy, the mean over its seeds as a line and their range as a band; running means.
+    """Draw running means of each strategy's loss: the mean over seeds as a line, their range as a band.
 
     Args:
+        path: PNG file to write.
         runs: label -> (x, loss) of each seed; x rises.
+        x_label: meaning and unit of x.
     """
     figure, axes = _figure("Training loss", x_label, "loss per weighted position")
     colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
@@ -108,12 +116,14 @@ def loss_bands(path: Path, runs: Mapping[str, Sequence[tuple[Any, Any]]], x_labe
 
 
 def acceptance_by_position(path: Path, acceptance: Mapping[str, Sequence[float]]) -> None:
-    """Share of blocks whose draft was accepted up to each position: prompt set or strategy -> rates of 1, 2,
-    ...
+    """Draw the share of blocks whose draft was accepted up to each position.
+
+    Args:
+        path: PNG file to write.
+        acceptance: prompt set or strategy -> rates at positions 1, 2, ...
     """
-    figure, axes = _figure(
-        "Acceptance by position in the block", "position", "share of blocks accepted so far"
-    )
+    title, y_label = "Acceptance by position in the block", "share of blocks accepted so far"
+    figure, axes = _figure(title, "position", y_label)
     for label, rates in acceptance.items():
         axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, label=label)
     axes.set_ylim(bottom=0)
@@ -129,7 +139,7 @@ def bars_with_intervals(
     values: Mapping[str, float],
     intervals: Mapping[str, tuple[float, float]],
 ) -> None:
-    """One bar a strategy, with an interval where there is one."""
+    """Draw one bar per strategy, with an interval where there is one."""
     figure, axes = _figure(title, "", y_label)
     bars = axes.bar(list(values), list(values.values()), color="#4878a8", width=0.6)
     axes.bar_label(bars, fmt="%.3f", fontsize=9, padding=2)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Figures as text, and tables for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def show(value: Any, digits: int = 3) -> str:
-    """A figure as text; `-` where there is none."""
+    """Return a figure as text; `-` where there is none."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -25,7 +25,7 @@ def show(value: Any, digits: int = 3) -> str:
 
 
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Two columns in the terminal."""
+    """Print two columns in the terminal."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -35,7 +35,7 @@ def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table with a header in the terminal; where there is none (a log), as wide as it needs."""
+    """Print a table with a header; outside a terminal (a log) it is 200 columns wide."""
     table = Table(title=title, title_justify="left")
     for name in header:
         table.add_column(name, overflow="fold")
@@ -48,6 +48,6 @@ def print_wide_table(title: str, header: Sequence[str], rows: Sequence[Sequence[
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table; bars within cells are escaped."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""The files that settings name, found before anything is started: a missing one is told within a second."""
+"""The files that settings name, checked before anything starts: a missing one is reported within a second."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """Files behind names, directories (searched for data files, hidden ones left out) and globs; absolute, sorted,
-    each once.
+    """Return the files behind names, directories and globs: absolute, sorted, each once.
+
+    A directory is searched for data files at any depth; hidden ones are left out.
 
     Raises:
         UserError: a name that matches nothing, or a directory without data files.
     """
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            here = {
-                p for p in path.rglob("*") if p.name.lower().endswith(DATA_SUFFIXES) and _is_shown(p, path)
-            }
+            matches = [p for p in path.rglob("*") if _is_data_file(p, path)]
             allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
-        elif path.is_file():
-            here, allowed = {path}, ""
         else:
-            here = {Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()}
+            names = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+            matches = [p for p in names if p.is_file()]
             allowed = "a file, a directory or a glob that matches files"
-        if not here:
+        if not matches:
             raise UserError(f"data.files: {pattern!r} has no file; allowed: {allowed}")
-        found |= {p.resolve() for p in here}
-    return sorted(found)
+        files.update(p.resolve() for p in matches)
+    return sorted(files)
 
 
-def _is_shown(path: Path, directory: Path) -> bool:
-    """A file that is not hidden, nor in a hidden directory such as .git or .cache."""
-    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
+def _is_data_file(path: Path, directory: Path) -> bool:
+    """Return whether a path is a data file, neither hidden nor in a hidden directory such as .git."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
+    return path.name.lower().endswith(DATA_SUFFIXES) and path.is_file() and not is_hidden
 
 
 def check_files(config: RunConfig) -> None:
-    """Raises UserError for the first file or directory of the settings that does not exist."""
+    """Check that every file and directory that the settings name exists.
+
+    Raises:
+        UserError: the first one that does not exist.
+    """
     find_files(config.data.files)
-    if config.data.chat_template is not None and not Path(config.data.chat_template).is_file():
-        raise UserError(
-            f"data.chat_template: {config.data.chat_template!r} does not exist; allowed: a Jinja file"
-        )
+    template, init_from = config.data.chat_template, config.training.init_from
+    if template is not None and not Path(template).is_file():
+        raise UserError(f"data.chat_template: {template!r} does not exist; allowed: a Jinja file")
     for name in config.evaluation.prompts:
         if not Path(name).expanduser().is_file():
             raise UserError(f"evaluation.prompts: {name!r} does not exist; allowed: JSONL files of prompts")
-    if config.training.init_from is not None and not Path(config.training.init_from).is_dir():
+    if init_from is not None and not Path(init_from).is_dir():
         raise UserError(
-            f"training.init_from: {config.training.init_from!r} does not exist; allowed: an exported drafter "
-            "or a run"
+            f"training.init_from: {init_from!r} does not exist; allowed: an exported drafter or a run"
         )

@@ -1,4 +1,8 @@
-"""Notes about processes, by which a later process tells that one is gone."""
+"""Notes about processes, by which a later process recognises that an earlier one has ended.
+
+A note holds host, pid and start time, so a reused pid is not mistaken for the process. Processes on other
+machines cannot be checked from here and count as running.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import psutil
 
 
 def this_process() -> dict[str, Any]:
-    """`host`, `pid` and `started` (seconds since 1970) of this process, as JSON types."""
+    """Return `host`, `pid` and `started` (seconds since 1970) of this process, as JSON types."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -20,9 +24,10 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(note: Mapping[str, Any]) -> bool:
-    """Whether the process of a note has ended; False for one of another machine, of which nobody here can tell.
+    """Return whether the process of a note has ended.
 
-    A process of the same number that started at another time is another one.
+    False for a process on another machine, which cannot be checked from here. A reused pid with another start
+    time counts as ended.
     """
     if note["host"] != socket.gethostname():
         return False

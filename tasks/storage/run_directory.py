@@ -1,5 +1,8 @@
-"""Run directories: `<storage_root>/<deployment>/<run key>/`, what decides a run, and the link to the latest
-one.
+"""Run directories: `<storage_root>/<deployment>/<run key>/`, and the link `latest` to the newest one.
+
+The run key is the digest of every field that decides the result of a training, so equal settings on equal
+data meet the same directory: its training resumes, or is skipped when it is finished. Settings of execution
+(topology, device, logging) are not in the key and may change on resume.
 """
 
 from __future__ import annotations
@@ -14,38 +17,44 @@ from typing import Any
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
 from dflash_core.files import content_digest, write_json
-from tasks.storage.stages import FileDigests
+from tasks.storage.file_digests import FileDigests
 
+# Characters of the run key in the name of a run's directory.
 KEY_CHARACTERS = 12
+# Name of each section of the config -> its class.
 SECTIONS = {
     f.name: type(getattr(RunConfig(), f.name)) for f in fields(RunConfig) if f.default_factory is not MISSING
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training: its directory, and the fields its key is the digest of."""
+class RunDirectory:
+    """Directory of one training; it may not exist yet."""
 
-    directory: Path
+    path: Path
+    # Digest of `fields`, 32 hex characters.
     key: str
+    # Every field that decides the result, flat: "training.seed" -> 0.
     fields: dict[str, Any]
 
     @property
     def is_finished(self) -> bool:
-        """Trained to its last step, with its drafter exported and its metrics recorded."""
-        return all(
-            (self.directory / name).is_file() for name in ("finished.json", "drafter/model.safetensors")
-        )
+        """True when the run has trained to its last step, and its drafter and metrics are complete."""
+        return all((self.path / name).is_file() for name in ("finished.json", "drafter/model.safetensors"))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True when the run has saved a checkpoint, complete or not."""
+        return any((self.path / "checkpoints").glob("step-*"))
 
 
 def decisive_fields(
     config: RunConfig, *, dataset_digest: str, plan_digests: list[str], target_fingerprint: str
 ) -> dict[str, Any]:
-    """Everything that decides the result of a training, flat: what the run key is made of.
+    """Return every field that decides the result of a training, flat; the run key is their digest.
 
-    Data and batching settings enter through what they made, the shards and the plans: another number of
-        buckets is
-    another run only where the strategy uses buckets.
+    Data and batching settings enter through the shards and plans that they produced: another number of
+    buckets is another run only where the strategy uses buckets.
     """
     settings = decisive(config)
     fields: dict[str, Any] = {
@@ -63,45 +72,49 @@ def decisive_fields(
 
 
 def _drafter_digest(path: Path) -> str:
-    """Return the digest of the weights a run starts from: the same path may hold others later."""
+    """Return the digest of the weights at a path, since a path may come to hold other weights.
+
+    Raises:
+        UserError: the path is neither an exported drafter nor a run with one.
+    """
     return FileDigests(path).of(drafter_directory(path, field="training.init_from") / WEIGHTS_FILE)
 
 
-def find_run(config: RunConfig, fields: dict[str, Any]) -> Run:
-    """The run that these fields name; its directory may not exist yet."""
+def find_run(config: RunConfig, fields: dict[str, Any]) -> RunDirectory:
+    """Return the directory of the run with these deciding fields."""
     key = content_digest(fields)
-    directory = Path(config.storage_root).resolve() / config.deployment / key[:KEY_CHARACTERS]
-    return Run(directory=directory, key=key, fields=fields)
+    path = Path(config.storage_root).resolve() / config.deployment / key[:KEY_CHARACTERS]
+    return RunDirectory(path=path, key=key, fields=fields)
 
 
-def prepare_directory(
-    run: Run, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
+def write_run(
+    run: RunDirectory, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
 ) -> None:
-    """Writes run.json into the run's directory: the resolved config (execution settings may have changed),
-    the inputs' paths, and what the key was made of.
+    """Write run.json: the resolved config, the paths of the inputs, and the fields behind the key.
+
+    On resume the execution settings are those of `config`, the deciding ones stay (see `keep_decisive`).
     """
-    earlier = read_run(run.directory)
+    resolved = to_dict(config)
+    earlier = read_run(run.path)
     if earlier is not None and earlier.get("run_key") == run.key:
-        described_config = keep_decisive(RunConfig, earlier["config"], to_dict(config))
-    else:
-        described_config = to_dict(config)
-    described = {
-        "config": described_config,
+        resolved = keep_decisive(RunConfig, earlier["config"], resolved)
+    contents = {
+        "config": resolved,
         "paths": paths,
         "run_key": run.key,
         "total_steps": total_steps,
         "mlflow_run_id": mlflow_run_id,
         "fields": run.fields,
     }
-    write_json(run.directory / "run.json", described)
+    write_json(run.path / "run.json", contents)
 
 
 def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """`now` with the deciding settings of `earlier`, for a run whose key is the same.
+    """Return `now` with the deciding settings of `earlier`, for a run whose key is the same.
 
-    Deciding settings outside the key have made the same shards and plans, whatever they say now: a file that
-        was
-    moved, a number of buckets that this strategy does not use. A checkpoint remembers what they were.
+    A deciding setting outside the key can differ and still have produced the same shards and plans: a file
+    that was moved, a number of buckets that this strategy does not use. Checkpoints hold the earlier values,
+    and resume compares.
     """
     merged = dict(now)
     for f in fields(section):
@@ -113,12 +126,12 @@ def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -
 
 
 def latest_directory(config: RunConfig) -> Path:
-    """The link to the deployment's latest run."""
+    """Return the link to the deployment's latest run."""
     return Path(config.storage_root).resolve() / config.deployment / "latest"
 
 
 def point_latest(directory: Path) -> str | None:
-    """Makes `latest` beside a directory a relative link to it, by one rename; returns what it pointed to."""
+    """Make `latest`, next to a directory, a relative link to it by one rename; return its previous target."""
     link = directory.parent / "latest"
     previous = os.readlink(link) if link.is_symlink() else None
     temporary = link.with_name(f".latest.{os.getpid()}")
@@ -128,36 +141,43 @@ def point_latest(directory: Path) -> str | None:
     return previous
 
 
-def discard(run: Run, previous: str | None) -> None:
-    """Removes a run that a mistake ended before its first checkpoint, and gives `latest` back to the run
-    before.
-    """
-    if any((run.directory / "checkpoints").glob("step-*")):
+def discard(run: RunDirectory, previous: str | None) -> None:
+    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again."""
+    if run.has_checkpoint:
         return
-    shutil.rmtree(run.directory, ignore_errors=True)
-    link = run.directory.parent / "latest"
+    shutil.rmtree(run.path, ignore_errors=True)
+    link = run.path.parent / "latest"
     link.unlink(missing_ok=True)
-    if previous is not None and (run.directory.parent / previous).is_dir():
+    if previous is not None and (run.path.parent / previous).is_dir():
         link.symlink_to(previous)
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """run.json of a run's directory, or None."""
+    """Return the contents of a run directory's run.json, or None where there is none."""
     try:
         return json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return None
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line for each field that decides a run and differs: name, old value, new value.
+def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return one line per deciding field that differs: its name, and both values where they are readable.
 
-    differences({"training.seed": 0, "data": "a"}, {"training.seed": 1, "data": "a"}) == ["training.seed: 0 ->
-    1"]
+    changed_fields({"seed": 0, "data": "a"}, {"seed": 1, "data": "a"}) == ["seed: 0 -> 1"]
     """
     lines = []
     for name in sorted({*old, *new}):
-        a, b = old.get(name), new.get(name)
-        if a != b:
-            lines.append(name if name in ("data", "plans", "target") else f"{name}: {a!r} -> {b!r}")
+        before, after = old.get(name), new.get(name)
+        if before != after:
+            is_digest = name in ("data", "plans", "target")
+            lines.append(name if is_digest else f"{name}: {before!r} -> {after!r}")
     return lines
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a run directory's metrics.jsonl, in order; none where there is no file."""
+    try:
+        text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -177,6 +177,7 @@ def test_a_training_that_died_is_tried_again_and_goes_on(
 ) -> None:
     from prefect import flow
 
+    from dflash_core.config import RunConfig, TrackingConfig
     from dflash_core.launch import launcher
     from dflash_core.launch.launcher import TrainingFailed
     from tasks.train import train
@@ -184,7 +185,7 @@ def test_a_training_that_died_is_tried_again_and_goes_on(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(train, "retry_delay_seconds", 0)
     recorder = Recorder(monkeypatch)
-    config = {"storage_root": str(tmp_path), "tracking": {"system_metrics": False}}
+    config = RunConfig(storage_root=str(tmp_path), tracking=TrackingConfig(system_metrics=False))
     inputs = {"shards": [], "plans": [], "target": "t", "dataset_digest": "d", "plan_digests": ["p"]}
     inputs |= {"target_fingerprint": "f", "total_steps": 3}
     inputs |= {"dataset": {"name": "a", "files": ["a"], "profile": {"num_samples": 1}}}

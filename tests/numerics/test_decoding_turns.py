@@ -80,5 +80,5 @@ def test_prompts_per_set_are_limited_and_a_bad_row_is_named(tmp_path: Path, tiny
     names, where = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     assert len(PromptSets(names, 1, where).first()[1]) == 2
     names, where = write_sets(tmp_path, tiny_target_dir, bad=[{"turns": []}])
-    with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: \[\] is no prompt"):
+    with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: \[\] is not a prompt"):
         PromptSets(names, 10, where)

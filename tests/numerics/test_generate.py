@@ -82,7 +82,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
         target_for_all_files,
         where_of,
     )
-    from tasks.storage.stages import FileDigests
+    from tasks.storage.file_digests import FileDigests
 
     rows = [{"id": n, "instruction": text, "output": "old"} for n, text in enumerate(PROMPTS)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -103,7 +103,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
     with target_for_all_files():
         for name in ("one", "two"):  # the second time from the answers on disk
             (tmp_path / name).mkdir()
-            made.append(regenerate.function(tmp_path / name, **inputs, where=where))
+            made.append(regenerate.write(tmp_path / name, **inputs, where=where))
     assert made[0]["digest"] == made[1]["digest"]
     assert (made[0]["num_answers"], made[0]["num_cached"], made[1]["num_cached"]) == (4, 0, 4)
     written = [json.loads(line) for line in (tmp_path / "one" / "a.jsonl").read_text().splitlines()]
@@ -111,7 +111,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
     assert written[0]["regenerated_by"] == {
         "model": tiny_target_dir.name, "fingerprint": "f", "temperature": 0.0, "seed": 0, "max_tokens": 6,
     }  # fmt: skip
-    shard = ingest.function(
+    shard = ingest.write(
         tmp_path,
         source_digest=made[0]["digest"],
         source_name="a.jsonl",
@@ -130,7 +130,7 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
     """Other sampling, other answers; the size of batches and retries change none."""
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.storage.stages import FileDigests
+    from tasks.storage.file_digests import FileDigests
 
     def key(target: str = "f", **settings: Any) -> str:
         values = {"target": {"name": str(tiny_target_dir)}, "regenerate": {"enabled": True, **settings}}

@@ -1,48 +1,11 @@
-"""Which files a setting names: every data file of a directory, nothing hidden, each once."""
+"""Digests of contents."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from dflash_core.errors import UserError
-from tasks.storage.input_files import find_files
+from dflash_core.files import content_digest
 
 
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    for name in (
-        "a.jsonl",
-        "B.JSONL",
-        "deep/c.parquet",
-        "d.json.gz",
-        "README.md",
-        ".cache/e.json",
-        "deep/.f.jsonl",
-    ):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("{}")
-    return tmp_path
-
-
-def names(chats: Path, *patterns: str) -> list[str]:
-    return [str(path.relative_to(chats)) for path in find_files([str(chats / p) for p in patterns])]
-
-
-def test_a_directory_is_searched_for_data_files(chats: Path) -> None:
-    assert names(chats, "") == ["B.JSONL", "a.jsonl", "d.json.gz", "deep/c.parquet"]
-
-
-def test_names_and_globs_take_what_they_say(chats: Path) -> None:
-    assert names(chats, "README.md", "**/*.jsonl", "a.jsonl") == ["README.md", "a.jsonl"]
-    assert names(chats, "deep/.f.jsonl") == ["deep/.f.jsonl"]
-
-
-@pytest.mark.parametrize("pattern", ["none.jsonl", "*.csv", ".cache"])
-def test_a_name_without_files_is_refused(chats: Path, pattern: str) -> None:
-    if pattern == ".cache":
-        (chats / ".cache" / "e.json").unlink()
-    with pytest.raises(UserError, match="data.files: .* has no file; allowed"):
-        find_files([str(chats / pattern)])
+def test_digest_ignores_the_order_of_keys() -> None:
+    assert content_digest({"a": 1, "b": [2, 3]}) == content_digest({"b": [2, 3], "a": 1})
+    assert content_digest({"a": 1}) != content_digest({"a": "1"})
+    assert content_digest([1, 2]) != content_digest([2, 1])

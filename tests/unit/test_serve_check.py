@@ -20,6 +20,7 @@ from dflash_core.serving.agreement import (
     wilson_interval,
 )
 from tasks import report, serve_check
+from tasks.reporting import report_tables
 
 
 def test_counts_by_hand() -> None:
@@ -170,9 +171,9 @@ def test_the_run_gets_it_into_its_report(tmp_path: Path) -> None:
     result = results()
     report.add_serve_check(tmp_path, result)  # a drafter whose run wrote no report
     assert list(tmp_path.iterdir()) == []
-    rows = report.serving_rows(result)
+    rows = report_tables.serving_rows(result)
     assert rows == [("acceptance length in vLLM, evaluator on the same text", "1.250, 1.250: agree")]
-    assert report.serving_rows(None) == []
+    assert report_tables.serving_rows(None) == []
 
 
 def fake_engine(directory: Path, body: str) -> Path:

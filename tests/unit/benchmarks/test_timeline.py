@@ -11,7 +11,8 @@ from benchmarks.timeline import Rates, Timeline, simulate
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import BatchingConfig, TrainingConfig
-from dflash_core.data.store import ShardWriter, TokenStore
+from dflash_core.data.shard_writer import ShardWriter
+from dflash_core.data.store import TokenStore
 from dflash_core.dataflow.schedule import Schedule
 from dflash_core.launch.layout import make_layout
 

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.data.store import SAMPLES_SCHEMA
+from dflash_core.data.shard_writer import SAMPLES_SCHEMA
 from tasks import length_profile
 
 BOUND = 1000
 
 
 def write(path: Path, source: str, lengths: list[int], validation: frozenset[int] = frozenset()) -> str:
-    """samples.parquet; every second token is supervised, one anchor less is eligible."""
+    """Write samples.parquet: every second token is supervised, one anchor fewer is eligible."""
     rows = [
         {
             "sample_id": number.to_bytes(16, "little"),
@@ -25,7 +25,8 @@ def write(path: Path, source: str, lengths: list[int], validation: frozenset[int
             "sequence_length": length,
             "num_supervised_tokens": length // 2,
             "num_eligible_anchors": length // 2 - 1,
-            "is_validation": False,  # of one shard; the store's bound decides
+            # Of one shard; the bound of the store decides.
+            "is_validation": False,
             "validation_key": 5 if number in validation else BOUND,
         }
         for number, length in enumerate(lengths)
@@ -56,7 +57,8 @@ def test_figures_of_two_sources(tmp_path: Path) -> None:
         "num_eligible_anchors": 473,
         "min_length": 10,
         "mean_length": pytest.approx(970 / 12),
-        "median_length": 50,  # the sixth of twelve
+        # The sixth of twelve.
+        "median_length": 50,
         "p90_length": 100,
         "p99_length": 400,
         "max_length": 400,
@@ -64,9 +66,8 @@ def test_figures_of_two_sources(tmp_path: Path) -> None:
     histogram = {row["sequence_length"]: row["num_samples"] for row in found["length_histogram"]}
     assert histogram == {20: 2} | dict.fromkeys([30, 40, 50, 60, 70, 80, 90, 100, 400], 1)
     a, b = found["source_stats"]
-    assert (a["source"], a["num_samples"], a["median_length"], a["p90_length"], a["p99_length"]) == (
-        "a", 10, 50, 90, 100,
-    )  # fmt: skip
+    expected = {"source": "a", "num_samples": 10, "median_length": 50, "p90_length": 90, "p99_length": 100}
+    assert {name: a[name] for name in expected} == expected
     assert (b["source"], b["num_tokens"], b["mean_length"], b["max_length"]) == ("b", 420, 210.0, 400)
     over_50, over_100 = found["truncation_loss"]
     assert over_100 == {

@@ -1,4 +1,4 @@
-"""Nothing that a run refers to is removed."""
+"""Nothing that a run references is removed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks import prune as pruning
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Three runs of one deployment over a target, two shards and a plan each; one more plan nobody uses."""
+    """Make three runs of a deployment over a target, shards and a plan each, and one unused plan."""
     for name in (
         "target/t",
         "ingest/a",
@@ -51,11 +51,11 @@ def names(
     return [str(item.path.relative_to(root)) for item in found]
 
 
-def test_only_what_no_run_refers_to(root: Path) -> None:
+def test_only_outputs_that_no_run_references(root: Path) -> None:
     assert names(root) == ["store/plan/.left-1-x", "store/plan/unused"]
 
 
-def test_old_runs_go_with_what_only_they_used(root: Path) -> None:
+def test_old_runs_are_removed_with_the_outputs_that_only_they_used(root: Path) -> None:
     assert names(root, keep_runs=1) == [
         "d/run0",
         "d/run1",

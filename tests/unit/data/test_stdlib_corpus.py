@@ -1,4 +1,4 @@
-"""The standard-library corpus: documented functions, in one order, with a digest of what they came from."""
+"""The standard-library corpus: documented functions in a fixed order, and the digest of their sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Square:
 async def wait(seconds, *, loop=None):
     """Wait."""
     def inner():
-        """Not a row of its own."""
+        """Not a separate row."""
     await inner()
 '''
 

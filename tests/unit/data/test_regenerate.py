@@ -1,4 +1,4 @@
-"""Regeneration: the order of turns, what is kept, what a killed run asks again, and what a cut answer is worth."""
+"""Regeneration: the order of turns, kept turns and columns, killed runs, and the mask of cut answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_core.data.ingest import ingest_file
 from dflash_core.data.regenerate import Progress, regenerate_file
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
-from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
+from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 Row = dict[str, Any]
 BY = {"model": "fake"}
@@ -32,13 +32,13 @@ def turn(role: str, content: str) -> Row:
 
 
 class Fake:
-    """Answers "a to Q" for the question Q, the newest request first; may die, cut, or refuse."""
+    """Answers "a to Q" for the question Q, the newest request first; may die, cut, or reject."""
 
     identity = BY
 
-    def __init__(self, *, dies_after: int = 10**9, cuts: str = "-", refuses: str = "-") -> None:
+    def __init__(self, *, dies_after: int = 10**9, cuts: str = "-", rejects: str = "-") -> None:
         self.asked: list[list[str]] = []
-        self.dies_after, self.cuts, self.refuses = dies_after, cuts, refuses
+        self.dies_after, self.cuts, self.rejects = dies_after, cuts, rejects
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
         while pending:
@@ -47,8 +47,8 @@ class Fake:
             request = pending.pop()
             self.asked.append([message["content"] for message in request.messages])
             question = request.messages[-1]["content"]
-            if self.refuses in question:
-                yield request, Rejection("refused", question)
+            if self.rejects in question:
+                yield request, Rejection("rejected", question)
                 continue
             reason = "length" if self.cuts in question else "stop"
             yield request, Answer(turn("assistant", f"a to {question}"), reason, 3)
@@ -57,7 +57,7 @@ class Fake:
 def regenerate(
     path: Path, rows: list[Row] | bytes, fake: Fake, **settings: Any
 ) -> tuple[list[Row | None], Row]:
-    """Output lines (None: blank) and the summary."""
+    """Return the output lines (None: blank) and the summary."""
     if isinstance(rows, list):
         rows = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     path.write_bytes(rows)
@@ -68,10 +68,10 @@ def regenerate(
     cache = AnswerCache(path.with_name("answers.sqlite"))
     encoder = ChatEncoder(small_tokenizer(), config, None)
     try:
-        found = regenerate_file(path, out, config, encoder, fake, cache, cut_turns=cut_turns)
+        summary = regenerate_file(path, out, config, encoder, fake, cache, cut_turns=cut_turns)
     finally:
         cache.close()
-    return [json.loads(line) if line.strip() else None for line in out.read_bytes().splitlines()], found
+    return [json.loads(line) if line.strip() else None for line in out.read_bytes().splitlines()], summary
 
 
 def test_turns_follow_the_targets_own_answers_and_rows_keep_order_and_ids(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_turns_follow_the_targets_own_answers_and_rows_keep_order_and_ids(tmp_pa
         {"id": 8, "messages": [turn("user", "q4")]},
     ]
     fake = Fake()
-    found, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
+    output, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
     done = {"finish_reason": "stop"}
-    assert found == [
+    assert output == [
         {
             "id": "x",
             "messages": [
@@ -120,48 +120,53 @@ def test_turns_follow_the_targets_own_answers_and_rows_keep_order_and_ids(tmp_pa
     ],
 )
 def test_every_format_comes_out_as_messages_without_the_old_answer(tmp_path: Path, row: Row) -> None:
-    [found], _ = regenerate(tmp_path / "x.jsonl", [row], Fake())
-    assert found is not None and found["id"] == 1 and "old" not in json.dumps(found)
-    assert [m["content"] for m in found["messages"]] == ["q", "a to q"]
+    [output], _ = regenerate(tmp_path / "x.jsonl", [row], Fake())
+    assert output is not None
+    assert output["id"] == 1
+    assert "old" not in json.dumps(output)
+    assert [m["content"] for m in output["messages"]] == ["q", "a to q"]
 
 
-def test_a_killed_run_goes_on_and_nothing_is_asked_twice(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_nothing_is_asked_twice(tmp_path: Path) -> None:
     rows = [
         {"messages": [turn("user", f"q{n}"), turn("assistant", "o"), turn("user", "more")]} for n in range(3)
     ]
     killed, rest, again = Fake(dies_after=4), Fake(), Fake()
     with pytest.raises(KeyboardInterrupt):
         regenerate(tmp_path / "x.jsonl", rows, killed)
-    found, summary = regenerate(tmp_path / "x.jsonl", rows, rest)
-    assert len(killed.asked) == 4 and len(rest.asked) == 2 and summary["num_cached"] == 4
+    output, summary = regenerate(tmp_path / "x.jsonl", rows, rest)
+    assert len(killed.asked) == 4
+    assert len(rest.asked) == 2
+    assert summary["num_cached"] == 4
     assert sorted(killed.asked + rest.asked) == sorted(
         [[f"q{n}"] for n in range(3)] + [[f"q{n}", f"a to q{n}", "more"] for n in range(3)]
     )
     same, summary = regenerate(tmp_path / "x.jsonl", rows, again)
-    assert (again.asked, same, summary["num_cached"]) == ([], found, 6)
+    assert (again.asked, same, summary["num_cached"]) == ([], output, 6)
 
 
-def test_the_same_prompt_is_asked_once_and_another_setting_anew(tmp_path: Path) -> None:
+def test_a_prompt_is_asked_once_per_setting(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "response": "o"}] * 3
     fake = Fake()
-    found, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
-    assert fake.asked == [["q"]] and found == [found[0]] * 3 and summary["num_tokens"] == 3
+    output, summary = regenerate(tmp_path / "x.jsonl", rows, fake)
+    assert fake.asked == [["q"]]
+    assert output == [output[0]] * 3
+    assert summary["num_tokens"] == 3
     other = Fake()
     other.identity = {"model": "fake", "temperature": 1.0}
     regenerate(tmp_path / "x.jsonl", rows, other)
     assert other.asked == [["q"]]
 
 
-def test_rows_in_are_rows_out_and_ingest_counts_what_is_refused(tmp_path: Path) -> None:
+def test_rows_in_are_rows_out_and_ingest_counts_what_is_rejected(tmp_path: Path) -> None:
     content = b'{"messages": [{"role": "user", "content": "q1"}]}\n\n{"messages": [\n'
     content += b'{"messages": [{"role": "ghost", "content": "q"}]}\n{"text": "x"}\n'
     content += b'{"messages": [{"role": "user", "content": "yes \\ud800"}]}\n'
     content += json.dumps({"messages": [turn("user", "yes " * 200)]}).encode() + b"\n"
     content += json.dumps({"messages": [turn("user", "never")]}).encode() + b"\n"
-    found, summary = regenerate(tmp_path / "x.jsonl", content, Fake(refuses="never"), max_length=100)
-    assert [None if row is None else next(iter(row)) for row in found] == [
-        "messages", None, *["rejection"] * 6,
-    ]  # fmt: skip
+    output, summary = regenerate(tmp_path / "x.jsonl", content, Fake(rejects="never"), max_length=100)
+    first_columns = [None if row is None else next(iter(row)) for row in output]
+    assert first_columns == ["messages", None, *["rejection"] * 6]
     assert (summary["num_rows"], summary["num_blank"], summary["num_refused"]) == (7, 1, 6)
     config = DataConfig(max_reject_share=1.0, max_length=100, format="messages")
     shard = tmp_path / "shard"
@@ -174,24 +179,24 @@ def test_rows_in_are_rows_out_and_ingest_counts_what_is_refused(tmp_path: Path) 
         (3, "invalid JSON"),
         (4, "unknown role 'ghost'"),
         (5, "no conversation"),
-        (6, "chat template refuses the prompt"),
+        (6, "prompt rejected by the chat template"),
         (7, "over length"),
-        (8, "refused"),
+        (8, "rejected"),
     ]
 
 
 def test_memory_is_bounded_by_rows_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_AHEAD", 2)
     fake = Fake()
-    found, _ = regenerate(
+    output, _ = regenerate(
         tmp_path / "x.jsonl", [{"id": n, "prompt": f"q{n}", "response": "o"} for n in range(7)], fake
     )
-    assert [row["id"] for row in found if row] == list(range(7))
+    assert [row["id"] for row in output if row] == list(range(7))
     assert fake.asked == [["q1"], ["q0"], ["q3"], ["q2"], ["q5"], ["q4"], ["q6"]]
 
 
-def test_turns_that_later_turns_answer_stay(tmp_path: Path) -> None:
-    """A greeting before any question, and a call whose result follows; the answer to the result is written."""
+def test_turns_that_later_turns_answer_are_kept(tmp_path: Path) -> None:
+    """A greeting before any question and a call whose result follows are kept; the rest is generated."""
     rows = [
         {
             "conversations": [
@@ -203,13 +208,13 @@ def test_turns_that_later_turns_answer_stay(tmp_path: Path) -> None:
             ]
         }
     ]
-    [found], summary = regenerate(tmp_path / "x.jsonl", rows, Fake())
-    assert found is not None
-    assert [m["content"] for m in found["messages"]] == ["welcome", "q", "call", "7", "a to 7"]
+    [output], summary = regenerate(tmp_path / "x.jsonl", rows, Fake())
+    assert output is not None
+    assert [m["content"] for m in output["messages"]] == ["welcome", "q", "call", "7", "a to 7"]
     assert (summary["num_kept_turns"], summary["num_answers"]) == (2, 1)
 
 
-def test_pretokenised_input_is_refused_by_name(tmp_path: Path) -> None:
+def test_pretokenised_input_is_rejected_by_name(tmp_path: Path) -> None:
     pq.write_table(pa.table({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}), tmp_path / "tokens.parquet")
     content = (tmp_path / "tokens.parquet").read_bytes()
     with pytest.raises(UserError, match="tokens.parquet' holds input_ids and loss_mask.*regenerate.enabled"):
@@ -221,10 +226,11 @@ def test_a_cut_answer_is_supervised_up_to_its_cut(tmp_path: Path, cut_turns: str
     rows = [
         {"messages": [turn("user", "long"), turn("assistant", ""), turn("user", "q"), turn("assistant", "")]},
     ]
-    [found], summary = regenerate(tmp_path / "x.jsonl", rows, Fake(cuts="long"), cut_turns=cut_turns)
-    assert found is not None and summary["num_cut"] == 1
+    [output], summary = regenerate(tmp_path / "x.jsonl", rows, Fake(cuts="long"), cut_turns=cut_turns)
+    assert output is not None
+    assert summary["num_cut"] == 1
     marks = [
-        (m.get("finish_reason"), m.get("open_end")) for m in found["messages"] if m["role"] == "assistant"
+        (m.get("finish_reason"), m.get("open_end")) for m in output["messages"] if m["role"] == "assistant"
     ]
     assert marks == [("length", True if cut_turns == "open" else None), ("stop", None)]
     shard = tmp_path / "shard"
@@ -237,7 +243,7 @@ def test_a_cut_answer_is_supervised_up_to_its_cut(tmp_path: Path, cut_turns: str
 
 
 def supervised(token_ids: Any, loss_mask: Any) -> list[str]:
-    """Texts of the runs of supervised tokens."""
+    """Return the texts of the runs of supervised tokens."""
     groups = np.split(np.arange(len(loss_mask)), np.flatnonzero(np.diff(loss_mask)) + 1)
     return [small_tokenizer().decode(token_ids[g]) for g in groups if loss_mask[g[0]]]
 
@@ -261,13 +267,14 @@ def test_cut_turns_in_every_template_family(family: str) -> None:
 
     whole = texts()
     end = whole[-1][-len("<end_of_turn>") :] if family == "gemma" else whole[-1][whole[-1].index("<") :]
-    kept = [] if family == "thinking" else ["yes"]  # it rewrites earlier turns: the last one counts alone
-    assert whole[:-1] == [text + end for text in kept] and whole[-1].replace(" ", "") == f"helloworld{end}"
+    kept = [] if family == "thinking" else ["yes"]  # it rewrites earlier turns
+    assert whole[:-1] == [text + end for text in kept]
+    assert whole[-1].replace(" ", "") == f"helloworld{end}"
     assert [text.rstrip() for text in texts(1, 3)] == [*kept, "hello world"]
     assert texts(1)[-1] == whole[-1]
 
 
-def test_the_mark_of_a_user_turn_means_nothing(tmp_path: Path) -> None:
+def test_open_end_of_a_user_turn_is_ignored(tmp_path: Path) -> None:
     row = {"messages": [{**turn("user", "q"), "open_end": True}, turn("assistant", "yes")]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
     ingest_file(tmp_path / "x.jsonl", DataConfig(), small_tokenizer(), tmp_path / "s", mask_token_id=None)
@@ -275,12 +282,10 @@ def test_the_mark_of_a_user_turn_means_nothing(tmp_path: Path) -> None:
     assert supervised(store.token_ids(0), store.loss_mask(0)) == ["yes<|im_end|>"]
 
 
-def test_progress_speaks_while_a_batch_is_running(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_printed_while_a_batch_is_running(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("x.jsonl", seconds=0.02)
     progress.counts.update(num_rows=12, num_answers=20, num_cached=3, num_cut=1, num_tokens=960)
-    expected = (
-        "regenerate x.jsonl: 12 rows, 20 answers (3 kept from before, 1 cut), 960 tokens, 48.0 tokens/s"
-    )
+    expected = "regenerate x.jsonl: 12 rows, 20 answers (3 cached, 1 cut), 960 tokens, 48.0 tokens/s"
     assert progress.line(20.0) == expected
     with progress:
         progress._ended.wait(0.2)

@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from dflash_core.config import DataConfig
-from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample, mask_by_bytes, token_range
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
+from dflash_core.data.loss_mask import mask_by_bytes, mask_by_offsets
 from dflash_core.errors import UserError
-from tests.chat_families import CHATML, CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
+from tests.support.chat_families import CHATML, CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
 
 ENCODERS: dict[str, ChatEncoder] = {}
 
@@ -44,7 +45,7 @@ def sample_of(encoder: ChatEncoder, *turns: tuple[str, str]) -> Sample:
 
 
 def supervised_texts(sample: Sample) -> list[str]:
-    """The text of each run of supervised tokens."""
+    """Return the text of each run of supervised tokens."""
     runs: list[list[int]] = []
     previous = 0
     for token, flag in zip(sample.token_ids.tolist(), sample.loss_mask.tolist()):
@@ -90,18 +91,18 @@ def test_ids_and_mask_equal_the_oracle(family: str, messages: list[dict[str, Any
 @given(
     messages=conversations,
     text=st.lists(st.sampled_from([*(c for c in CONTROLS if c != "<|mask|>"), "a", "\n", " "]), max_size=4),
-    where=st.integers(0, 5),
+    turn_number=st.integers(0, 5),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_no_control_token_comes_from_data(
-    family: str, messages: list[dict[str, Any]], text: list[str], where: int
+    family: str, messages: list[dict[str, Any]], text: list[str], turn_number: int
 ) -> None:
     encoder = encoder_of(family)
     dirty = copy.deepcopy(messages)
-    turn = dirty[where % len(dirty)]
-    turn["content"] = "x" + "".join(text) + turn["content"] + "".join(text) + "x"
+    turn = dirty[turn_number % len(dirty)]
+    turn["content"] = "x" + "".join(text) + turn["content"] + "".join(text) + "y"
     clean = copy.deepcopy(dirty)
-    clean[where % len(dirty)]["content"] = "x"
+    clean[turn_number % len(dirty)]["content"] = "x"
     rendered = encoder.render(Conversation(dirty))
     assert not isinstance(rendered, Rejection), rendered
     sample = encoder.encode([rendered])[0]
@@ -137,7 +138,7 @@ def test_end_of_turn_comes_from_the_template_not_from_eos() -> None:
     assert supervised_texts(sample) == ["a<end_of_turn>"]
 
 
-def test_one_bos_although_the_tokenizer_adds_one_too() -> None:
+def test_only_one_bos_although_the_tokenizer_adds_one() -> None:
     sample = sample_of(encoder_of("llama"), ("user", "q"), ("assistant", "a"))
     assert sample.token_ids.tolist().count(CONTROLS.index("<|begin|>")) == 1
 
@@ -145,12 +146,8 @@ def test_one_bos_although_the_tokenizer_adds_one_too() -> None:
 def test_a_token_that_spans_prompt_and_answer_is_not_supervised() -> None:
     """`assistant\\n` + `\\n\\nyes` becomes `assistant`, `\\n\\n`, `\\n`, `yes`: the pair is half prompt."""
     tokenizer = small_tokenizer()
-    assert tokenizer.convert_ids_to_tokens(tokenizer("t\n\n\ny").input_ids) == [
-        "t",
-        "\u010a\u010a",
-        "\u010a",
-        "y",
-    ]
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("t\n\n\ny").input_ids)
+    assert tokens == ["t", "\u010a\u010a", "\u010a", "y"]
     sample = sample_of(encoder_of("chatml"), ("user", "q"), ("assistant", "\n\nyes"))
     assert supervised_texts(sample) == ["\nyes<|im_end|>"]
 
@@ -212,7 +209,7 @@ CALLS = (
 def test_a_turn_of_tool_calls_ends_after_its_end_of_turn_not_after_the_call(
     begin_end: tuple[str, str], close: str
 ) -> None:
-    """Calls in control tokens of their own; the template may end such turns with another token."""
+    """Calls have their own control tokens; the template may end such turns with a different token."""
     template = CALLS.replace("CLOSE", f"{{{{ '{close}' }}}}".replace("\n", "\\n"))
     encoder = with_template(template.replace("BEGIN", begin_end[0]).replace("END", begin_end[1]))
     calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("f", "g")]
@@ -230,16 +227,16 @@ def test_a_turn_of_tool_calls_ends_after_its_end_of_turn_not_after_the_call(
     assert supervised_texts(sample) == [called + close.split("\n")[0], "a<|im_end|>"]
 
 
-def test_the_end_of_turn_is_learnt_from_a_template_that_wants_a_system_turn() -> None:
-    refuse = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}"
-    encoder = with_template(refuse + CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>\n<|endoftext|>'"))
+def test_the_end_of_turn_is_found_in_a_template_that_requires_a_system_turn() -> None:
+    reject = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+    encoder = with_template(reject + CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>\n<|endoftext|>'"))
     sample = sample_of(encoder, ("system", "s"), ("user", "q"), ("assistant", "a"))
     assert supervised_texts(sample) == ["a<|im_end|>"]
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_control_strings_change_no_token_of_the_template(scheme: str) -> None:
-    """SentencePiece-like tokenizers put a space before a text's first word: not before that of each piece."""
+    """SentencePiece-like tokenizers prepend a space to a text: once, and not to each piece."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
@@ -266,13 +263,13 @@ def small_runs(tokenizer: Any, sample: Sample) -> list[str]:
     return tokenizer.convert_ids_to_tokens(sample.token_ids[sample.loss_mask.astype(bool)].tolist())
 
 
-def test_a_generation_block_that_is_a_comment_marks_nothing() -> None:
+def test_a_generation_block_in_a_comment_is_ignored() -> None:
     encoder = with_template("{# no {% generation %} here #}" + CHATML)
     sample = sample_of(encoder, ("user", "q"), ("assistant", "a"))
     assert supervised_texts(sample) == ["a<|im_end|>"]
 
 
-def test_a_generation_block_over_the_header_leaves_the_header_out() -> None:
+def test_a_generation_block_that_includes_the_header_excludes_it_from_supervision() -> None:
     template = (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
         "{{ '<|im_start|>assistant\n' + message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
@@ -295,57 +292,57 @@ def test_reasoning_that_the_assistant_wrote_is_supervised_and_the_empty_block_is
     assert supervised_texts(sample) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
 
 
-def test_rewritten_history_counts_the_last_turn_or_refuses() -> None:
+def test_rewritten_history_supervises_the_last_turn_or_rejects() -> None:
     turns = (("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2"))
     sample = sample_of(encoder_of("thinking"), *turns)
     assert supervised_texts(sample) == ["a2<|im_end|>"]
     assert sample.notes == ("supervised by the last turn only (the template rewrites earlier turns)",)
-    refused = encode(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), *turns)
-    assert isinstance(refused, Rejection)
-    assert refused.reason == "chat template rewrites earlier turns"
+    rejected = encode(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), *turns)
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "chat template rewrites earlier turns"
 
 
-def test_a_template_that_rewrites_the_last_turn_too_is_refused() -> None:
+def test_a_template_that_rewrites_the_last_turn_too_is_rejected() -> None:
     template = "{{ messages | length }}: {% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    refused = encode(with_template(template), ("user", "q"), ("assistant", "a"))
-    assert isinstance(refused, Rejection)
-    assert refused.reason == "chat template rewrites the last turn"
+    rejected = encode(with_template(template), ("user", "q"), ("assistant", "a"))
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "chat template rewrites the last turn"
 
 
-def test_the_mask_token_refuses_the_row() -> None:
-    refused = encode(encoder_of("chatml"), ("user", "what is <|mask|>?"), ("assistant", "a"))
-    assert refused == Rejection("mask token in data", "the text '<|mask|>'")
+def test_the_mask_token_rejects_the_row() -> None:
+    rejected = encode(encoder_of("chatml"), ("user", "what is <|mask|>?"), ("assistant", "a"))
+    assert rejected == Rejection("mask token in data", "the text '<|mask|>'")
 
 
-def test_a_lone_surrogate_refuses_the_row() -> None:
-    refused = encode(encoder_of("chatml"), ("user", "a\ud800b"), ("assistant", "a"))
-    assert isinstance(refused, Rejection)
-    assert refused.reason == "lone surrogate"
+def test_a_lone_surrogate_rejects_the_row() -> None:
+    rejected = encode(encoder_of("chatml"), ("user", "a\ud800b"), ("assistant", "a"))
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "lone surrogate"
 
 
-def test_what_a_template_raises_refuses_the_row() -> None:
+def test_an_error_of_the_template_rejects_the_row() -> None:
     template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
         + TEMPLATES["gemma"]
     )
-    refused = encode(with_template(template), ("system", "s"), ("user", "q"), ("assistant", "a"))
-    assert isinstance(refused, Rejection)
-    assert refused.reason == "chat template refuses the row"
-    assert "no system turn" in refused.detail
+    rejected = encode(with_template(template), ("system", "s"), ("user", "q"), ("assistant", "a"))
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "rejected by the chat template"
+    assert "no system turn" in rejected.detail
     assert isinstance(encode(with_template(template), ("user", "q"), ("assistant", "a")), Sample)
 
 
-def test_a_template_that_does_not_compile_is_a_users_mistake() -> None:
+def test_a_template_that_does_not_compile_is_a_user_error() -> None:
     with pytest.raises(UserError, match="data.chat_template"):
         with_template("{% for x in %}")
 
 
-def test_a_tokenizer_without_template_is_a_users_mistake() -> None:
+def test_a_tokenizer_without_template_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no chat template"):
         with_template("")
 
 
-def test_many_conversations_encode_as_each_alone() -> None:
+def test_encoding_many_conversations_equals_encoding_each() -> None:
     encoder = encoder_of("chatml")
     turns = [
         (("user", "q" * i), ("assistant", f"<|im_end|> {i}" if i % 3 == 0 else "a" * i)) for i in range(1, 8)
@@ -362,23 +359,22 @@ def test_many_conversations_encode_as_each_alone() -> None:
 @pytest.mark.parametrize("family", TEMPLATES)
 @given(messages=conversations)
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_the_short_ways_agree_with_the_long_ones(family: str, messages: list[dict[str, Any]]) -> None:
-    """Turns by skeleton and by rendering every prefix; masks by byte lengths and by offsets."""
+def test_the_fast_paths_agree_with_the_slow_ones(family: str, messages: list[dict[str, Any]]) -> None:
+    """Compare turns by skeleton and by rendering every prefix, and masks by byte lengths and by offsets."""
     encoder = encoder_of(family)
     assert encoder.template.render(messages, None) == encoder.template._render_slowly(messages, None)
     rendered = encoder.render(Conversation(messages))
     assert not isinstance(rendered, Rejection)
     encoding = encoder._encoder.encode(rendered.text, add_special_tokens=False)
     assert encoder._num_bytes is not None
-    by_bytes = mask_by_bytes(np.array(encoding.ids, dtype=np.int32), rendered, encoder._num_bytes)
-    by_offsets = np.zeros(len(encoding), dtype=np.uint8)
-    for start, end in rendered.turns:
-        by_offsets[slice(*token_range(encoding, start, end))] = 1
+    token_ids = np.array(encoding.ids, dtype=np.int32)
+    by_bytes = mask_by_bytes(token_ids, rendered.text, rendered.turns, encoder._num_bytes)
+    by_offsets = mask_by_offsets(encoding, rendered.turns)
     assert by_bytes is not None
     assert by_bytes.tolist() == by_offsets.tolist()
 
 
-def test_a_template_that_looks_at_the_content_goes_the_long_way() -> None:
+def test_a_template_that_depends_on_the_content_takes_the_slow_path() -> None:
     template = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
     encoder = with_template(template)
     assert supervised_texts(sample_of(encoder, ("user", "q"), ("assistant", "a"))) == ["a<|im_end|>"]

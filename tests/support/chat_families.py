@@ -1,8 +1,8 @@
 """Chat templates of five families, a small tokenizer for them, and a slow oracle for ids and masks.
 
-The oracle knows each family in plain Python: it writes a conversation piece by piece and says of each piece
-whether the assistant wrote it. A token is supervised when all of its characters are. It shares nothing with
-the code under test.
+The oracle implements each family in plain Python: it writes a conversation piece by piece and marks the
+pieces that the assistant wrote. A token is supervised when all of its characters are. The oracle shares
+nothing with the code under test.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ GENERATION = (
 )
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "gemma": GEMMA, "thinking": THINKING, "generation": GENERATION}
 
-Piece = tuple[str, bool]  # text, written by the assistant
+# Text, and whether the assistant wrote it.
+Piece = tuple[str, bool]
 Messages = list[dict[str, Any]]
 
 
 @functools.cache
 def small_tokenizer(family: str = "chatml") -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 400 tokens that merges newlines and common words; the family's template."""
+    """Return a byte-level BPE tokenizer of 400 tokens that merges newlines and common words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,11 +90,11 @@ def _chatml(messages: Messages) -> list[Piece]:
 def _generation(messages: Messages) -> list[Piece]:
     pieces: list[Piece] = []
     for message in messages:
-        mine = message["role"] == "assistant"
+        is_assistant = message["role"] == "assistant"
         pieces += [
             (f"<|im_start|>{message['role']}\n", False),
-            (message["content"], mine),
-            ("<|im_end|>", mine),
+            (message["content"], is_assistant),
+            ("<|im_end|>", is_assistant),
             ("\n", False),
         ]
     return pieces
@@ -102,11 +103,11 @@ def _generation(messages: Messages) -> list[Piece]:
 def _llama(messages: Messages) -> list[Piece]:
     pieces: list[Piece] = [("<|begin|>", False)]
     for message in messages:
-        mine = message["role"] == "assistant"
+        is_assistant = message["role"] == "assistant"
         pieces += [
             (f"<|header|>{message['role']}<|end_header|>\n\n", False),
-            (message["content"].strip(), mine),
-            ("<|eot|>", mine),
+            (message["content"].strip(), is_assistant),
+            ("<|eot|>", is_assistant),
         ]
     return pieces
 
@@ -114,19 +115,19 @@ def _llama(messages: Messages) -> list[Piece]:
 def _gemma(messages: Messages) -> list[Piece]:
     pieces: list[Piece] = [("<bos>", False)]
     for message in messages:
-        mine = message["role"] == "assistant"
-        role = "model" if mine else message["role"]
+        is_assistant = message["role"] == "assistant"
+        role = "model" if is_assistant else message["role"]
         pieces += [
             (f"<turn>{role}\n", False),
-            (message["content"].strip(), mine),
-            ("<end_of_turn>", mine),
+            (message["content"].strip(), is_assistant),
+            ("<end_of_turn>", is_assistant),
             ("\n", False),
         ]
     return pieces
 
 
 def _thinking(messages: Messages) -> list[Piece]:
-    """Earlier turns lose their reasoning block, so only an assistant turn at the very end counts."""
+    """Earlier turns lose their reasoning block, so only an assistant turn at the very end is supervised."""
     pieces: list[Piece] = []
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, message in enumerate(messages):
@@ -141,15 +142,19 @@ def _thinking(messages: Messages) -> list[Piece]:
 
 
 ORACLES: dict[str, Callable[[Messages], list[Piece]]] = {
-    "chatml": _chatml, "llama": _llama, "gemma": _gemma, "thinking": _thinking, "generation": _generation,
-}  # fmt: skip
+    "chatml": _chatml,
+    "llama": _llama,
+    "gemma": _gemma,
+    "thinking": _thinking,
+    "generation": _generation,
+}
 
 
 def oracle(family: str, messages: Messages) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a conversation without control strings in its text."""
+    """Return token ids and loss mask of a conversation without control strings in its text."""
     pieces = ORACLES[family](messages)
     text = "".join(piece for piece, _ in pieces)
-    supervised = [mine for piece, mine in pieces for _ in piece]
+    supervised = [is_assistant for piece, is_assistant in pieces for _ in piece]
     encoded = small_tokenizer(family)(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [int(end > start and all(supervised[start:end])) for start, end in encoded["offset_mapping"]]
     return encoded["input_ids"], mask

@@ -1,4 +1,4 @@
-"""Metrics on their way to MLflow: batches, no double points, a server that is away."""
+"""Metrics sent to MLflow: batches, no point twice, a server that is away."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.reporting.mlflow_run import BATCH_LIMIT, FLUSH_STEPS, Tracker
 
 
 class Client:
-    """Keeps what it is sent; refuses while `away`."""
+    """Keeps the points that it receives; raises while `away`."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -38,16 +38,15 @@ class Client:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr(
-        tracking, "FLUSH_SECONDS", 1e9
-    )  # batches close by steps alone: no clock in these tests
+    # Batches close by steps alone: no clock in these tests.
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 1e9)
     return Client()
 
 
 def tracker(client: Client, tmp_path: Path, resumed: bool = False) -> Tracker:
     marker = tmp_path / "open"
     tracking.write_marker(marker, uri="http://away", run_id="r")
-    return Tracker(client=client, run_id="r", experiment_id="0", marker=marker, _resumed=resumed)
+    return Tracker(client=client, run_id="r", experiment_id="0", marker=marker, is_resumed=resumed)
 
 
 def test_steps_are_sent_in_batches(client: Client, tmp_path: Path) -> None:
@@ -56,7 +55,8 @@ def test_steps_are_sent_in_batches(client: Client, tmp_path: Path) -> None:
         tracked.log({"a": 1.0, "b": 2.0}, step, 0)
     assert client.calls == [2 * FLUSH_STEPS, 2 * FLUSH_STEPS]
     tracked.close("FINISHED")
-    assert sum(client.calls) == 2 * (2 * FLUSH_STEPS + 1) and client.status == "FINISHED"
+    assert sum(client.calls) == 2 * (2 * FLUSH_STEPS + 1)
+    assert client.status == "FINISHED"
     assert not (tmp_path / "open").exists()
 
 
@@ -74,13 +74,14 @@ def test_values_that_are_not_finite_are_left_out(client: Client, tmp_path: Path)
     assert client.points == [("c", 1, 1.0)]
 
 
-def test_a_resumed_run_goes_on_after_its_last_point(client: Client, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_after_its_last_point(client: Client, tmp_path: Path) -> None:
     first = tracker(client, tmp_path)
     for step in (1, 2, 3):
         first.log({"train/loss": float(step)}, step, 0)
     first.log({"validation/loss": 9.0}, 2, 0)
     first.flush()
-    again = tracker(client, tmp_path, resumed=True)  # from the checkpoint of step 1
+    # From the checkpoint of step 1.
+    again = tracker(client, tmp_path, resumed=True)
     for step in (2, 3, 4):
         again.log({"train/loss": float(step)}, step, 1)
     again.log({"validation/loss": 8.0}, 4, 1)
@@ -95,11 +96,13 @@ def test_what_a_kill_kept_from_mlflow_is_sent_by_the_next_process(client: Client
     for line in lines[:3]:
         first.log(tracking.scalars(line), line["step"], line["time_ms"])
     first.flush()
-    for line in lines[3:6]:  # in the buffer when the process is killed
+    # In the buffer when the process is killed.
+    for line in lines[3:6]:
         first.log(tracking.scalars(line), line["step"], line["time_ms"])
     again = tracker(client, tmp_path, resumed=True)
     again.catch_up(lines[:5])
-    for line in lines[4:]:  # the checkpoint was of step 4
+    # The checkpoint was of step 4.
+    for line in lines[4:]:
         again.log(tracking.scalars(line), line["step"], line["time_ms"])
     again.flush()
     assert client.points == [("train/loss", step, 1.0) for step in range(1, 8)]
@@ -113,12 +116,13 @@ def test_a_tracking_server_that_is_away_loses_nothing(client: Client, tmp_path: 
     assert client.points == []
     client.away = False
     tracked.close("FAILED")
-    assert len(client.points) == FLUSH_STEPS and client.status == "FAILED"
+    assert len(client.points) == FLUSH_STEPS
+    assert client.status == "FAILED"
 
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
-    """Runs that were closed through a client of their own: address, run, status."""
+    """Record the runs that are closed through a new client: address, run, status."""
     import mlflow
 
     found: list[tuple[str, str, str]] = []
@@ -133,15 +137,17 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
 def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list) -> None:
     directory = tracking.open_marker(tmp_path, "any").parent
     directory.mkdir()
-    mine, gone, elsewhere = (directory / f"{name}.json" for name in ("mine", "gone", "elsewhere"))
-    for marker in (mine, gone, elsewhere):
+    running, gone, elsewhere = (directory / f"{name}.json" for name in ("running", "gone", "elsewhere"))
+    for marker in (running, gone, elsewhere):
         tracking.write_marker(marker, uri="u", run_id=marker.stem)
     for marker, other in ((gone, {"started": 0.0}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
         marker.write_text(json.dumps(json.loads(marker.read_text()) | other))
     (directory / "torn.json").write_text("{")
     tracking.close_abandoned_runs(tmp_path)
     assert closed == [("u", "gone", "KILLED")]
-    assert mine.exists() and elsewhere.exists() and not gone.exists()
+    assert running.exists()
+    assert elsewhere.exists()
+    assert not gone.exists()
 
 
 def test_a_run_whose_server_was_away_at_its_end_gets_its_status_later(
@@ -151,8 +157,9 @@ def test_a_run_whose_server_was_away_at_its_end_gets_its_status_later(
     client.away = True
     tracked.close("FINISHED")
     assert tracked.marker.exists()
-    tracking._close_marked(tracked.marker, "KILLED")
-    assert closed == [("http://away", "r", "FINISHED")] and not tracked.marker.exists()
+    tracking.close_marked(tracked.marker, "KILLED")
+    assert closed == [("http://away", "r", "FINISHED")]
+    assert not tracked.marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -166,4 +173,5 @@ def test_a_flow_that_ends_early_closes_its_run(tmp_path: Path, closed: list, sta
     found = SimpleNamespace(**{name: lambda name=name: name == state for name in names})
     flow_run = SimpleNamespace(id="flow", parameters={"storage_root": str(tmp_path)})
     tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=found)
-    assert closed == [("u", "r", status)] and not marker.exists()
+    assert closed == [("u", "r", status)]
+    assert not marker.exists()

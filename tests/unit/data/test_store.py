@@ -1,4 +1,4 @@
-"""The token store: what is written is what is read, in an order and a split that depend on contents alone."""
+"""The token store: samples are read as written, in an order and a split that depend on contents alone."""
 
 from __future__ import annotations
 
@@ -6,48 +6,30 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.data.store import ShardWriter, TokenStore, read_manifest, validation_threshold
+from dflash_core.config import DataConfig
+from dflash_core.data.store import TokenStore, open_store, read_manifest, validation_threshold
 from dflash_core.errors import UserError
-
-
-def write(directory: Path, samples: list[list[int]], *, digest: str = "d", source: str = "s") -> Path:
-    """A shard whose samples are supervised from their second token on."""
-    with ShardWriter(directory, source_digest=digest, meta={}) as writer:
-        for tokens in samples:
-            mask = np.ones(len(tokens), dtype=np.uint8)
-            mask[0] = 0
-            writer.num_rows += 1
-            writer.add(np.array(tokens, dtype=np.int32), mask, source=source)
-        writer.close()
-    return directory
-
-
-def numbered(count: int, start: int = 0) -> list[list[int]]:
-    return [[start + n, 7, 7, n] for n in range(count)]
+from tests.support.shards import numbered, write_shard
 
 
 def test_samples_come_back_as_written(tmp_path: Path) -> None:
     samples = [[10, 11, 12], [20, 21], [30, 31, 32, 33]]
-    store = TokenStore.open([write(tmp_path / "a", samples)])
+    store = TokenStore.open([write_shard(tmp_path / "a", samples)])
     assert len(store) == 3
     assert store.lengths.tolist() == [3, 2, 4]
     assert store.num_supervised.tolist() == [2, 1, 3]
     assert store.num_eligible.tolist() == [1, 0, 2]
     assert [store.token_ids(i).tolist() for i in range(3)] == samples
     assert store.loss_mask(2).tolist() == [0, 1, 1, 1]
-    assert (store.lengths.dtype, store.num_eligible.dtype, store.source_id.dtype) == (
-        np.int32,
-        np.int32,
-        np.int16,
-    )
+    dtypes = (store.lengths.dtype, store.num_eligible.dtype, store.source_id.dtype)
+    assert dtypes == (np.int32, np.int32, np.int16)
 
 
-def test_gather_concatenates_in_the_order_asked(tmp_path: Path) -> None:
+def test_gather_concatenates_in_the_requested_order(tmp_path: Path) -> None:
     shards = [
-        write(tmp_path / name, [[n, n + 1, n + 2], [n + 50, n + 51]], digest=name)
+        write_shard(tmp_path / name, [[n, n + 1, n + 2], [n + 50, n + 51]], digest=name)
         for n, name in [(10, "a"), (20, "b")]
     ]
     store = TokenStore.open(shards)
@@ -63,7 +45,7 @@ def test_gather_concatenates_in_the_order_asked(tmp_path: Path) -> None:
 
 
 def test_sample_ids_are_content_and_occurrence(tmp_path: Path) -> None:
-    store = TokenStore.open([write(tmp_path / "a", [[1, 2], [3, 4], [1, 2]])])
+    store = TokenStore.open([write_shard(tmp_path / "a", [[1, 2], [3, 4], [1, 2]])])
     content = np.array([1, 2], dtype="<i4").tobytes() + bytes([0, 1])
 
     def sample_id(occurrence: int) -> bytes:
@@ -76,88 +58,60 @@ def test_sample_ids_are_content_and_occurrence(tmp_path: Path) -> None:
 
 def test_order_is_by_digest_whatever_order_is_given(tmp_path: Path) -> None:
     shards = [
-        write(tmp_path / name, numbered(5, 100 * i), digest=name, source=name) for i, name in enumerate("xyz")
+        write_shard(tmp_path / name, numbered(5, 100 * i), digest=name, source=name)
+        for i, name in enumerate("xyz")
     ]
     one, other = TokenStore.open(shards), TokenStore.open(shards[::-1])
     assert one.digest == other.digest
     assert [m["digest"] for m in one.manifests] == sorted(m["digest"] for m in one.manifests)
     assert [one.token_ids(i).tolist() for i in range(15)] == [other.token_ids(i).tolist() for i in range(15)]
     assert one.sources == ["x", "y", "z"]
-    assert [one.sources[one.source_id[i]] for i in range(15)] == [
-        "xyz"[one.token_ids(i)[0] // 100] for i in range(15)
-    ]
+    names = [one.sources[one.source_id[i]] for i in range(15)]
+    assert names == ["xyz"[one.token_ids(i)[0] // 100] for i in range(15)]
     assert one.row(7) == (one.manifests[1]["digest"], 2)
 
 
 def test_a_shard_named_twice_is_opened_once(tmp_path: Path) -> None:
-    shards = [write(tmp_path / name, numbered(5)) for name in ("a", "b")]
+    shards = [write_shard(tmp_path / name, numbered(5)) for name in ("a", "b")]
     store = TokenStore.open(shards)
     assert len(store) == 5
     assert store.duplicate_shards == [shards[1]]
 
 
 def test_split_threshold_doubles_until_enough() -> None:
-    keys = (np.arange(1000, dtype=np.float64) / 1000 * 2**64).astype(
-        np.uint64
-    )  # evenly spread: share s has 1000 s
+    # Evenly spread: share s has 1000 s keys.
+    keys = (np.arange(1000, dtype=np.float64) / 1000 * 2**64).astype(np.uint64)
     for share, minimum, expected in [(0.01, 5, 0.01), (0.01, 32, 0.04), (0.0, 32, 0.0), (0.1, 32, 0.1)]:
         assert validation_threshold(keys, share=share, minimum=minimum) == int(expected * 2**64)
-    few = keys[::100]  # 10 samples: a quarter of them is 2, which 16% reaches
+    # 10 samples: a quarter of them is 2, which a share of 16% reaches.
+    few = keys[::100]
     assert validation_threshold(few, share=0.01, minimum=32) == int(0.16 * 2**64)
     assert validation_threshold(keys[:0], share=0.01, minimum=32) == 0
 
 
 def test_split_is_by_content(tmp_path: Path) -> None:
     repeated = numbered(400) + numbered(400)
-    store = TokenStore.open([write(tmp_path / "a", repeated)], validation_share=0.1)
+    store = TokenStore.open([write_shard(tmp_path / "a", repeated)], validation_share=0.1)
     sides = [store.is_validation[i] for i in range(800)]
     assert sides[:400] == sides[400:]
     assert 40 <= len(store.validation_indices) <= 120
     assert sorted([*store.train_indices, *store.validation_indices]) == list(range(800))
     assert store.train_indices.dtype == np.int32
 
-    more = TokenStore.open([tmp_path / "a", write(tmp_path / "b", numbered(400, 1000))], validation_share=0.1)
+    more = TokenStore.open(
+        [tmp_path / "a", write_shard(tmp_path / "b", numbered(400, 1000))], validation_share=0.1
+    )
     side_of = {more.token_ids(i).tobytes(): bool(more.is_validation[i]) for i in range(len(more))}
     assert all(side_of[store.token_ids(i).tobytes()] == bool(store.is_validation[i]) for i in range(800))
     assert len(TokenStore.open([tmp_path / "a"], validation_share=0.0).validation_indices) == 0
 
 
-def test_nothing_is_visible_before_close(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), ShardWriter(tmp_path / "a", source_digest="d", meta={}) as writer:
-        writer.add(np.array([1, 2], dtype=np.int32), np.array([1, 1], dtype=np.uint8), source="s")
-        assert not (tmp_path / "a").exists()
-        raise RuntimeError("stopped")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_shard_replaces_the_first(tmp_path: Path) -> None:
-    write(tmp_path / "a", numbered(3))
-    write(tmp_path / "a", numbered(2))
-    assert len(TokenStore.open([tmp_path / "a"])) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_rejects_are_kept_with_line_and_reason(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "a", source_digest="d", meta={}) as writer:
-        writer.reject(3, "invalid JSON", "Expecting value")
-        writer.reject(9, "invalid JSON", "lone \ud800")
-        manifest = writer.close()
-    table = pq.read_table(tmp_path / "a" / "rejects.parquet").to_pylist()
-    assert table == [
-        {"line": 3, "reason": "invalid JSON", "detail": "Expecting value"},
-        {"line": 9, "reason": "invalid JSON", "detail": "lone ?"},
-    ]
-    assert manifest["rejects"] == {"invalid JSON": 2}
-    assert manifest["num_samples"] == 0
-    assert len(TokenStore.open([tmp_path / "a"])) == 0
-
-
-def test_what_is_no_shard_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing-here"):
         TokenStore.open([tmp_path / "nothing-here"])
     with pytest.raises(UserError, match="no shards"):
         TokenStore.open([])
-    shard = write(tmp_path / "a", numbered(3))
+    shard = write_shard(tmp_path / "a", numbered(3))
     with open(shard / "tokens.bin", "ab") as file:
         file.write(b"more")
     with pytest.raises(UserError, match="tokens.bin"):
@@ -166,8 +120,16 @@ def test_what_is_no_shard_is_named(tmp_path: Path) -> None:
 
 def test_repeats_are_counted_over_all_files(tmp_path: Path) -> None:
     shards = [
-        write(tmp_path / "a", [[1, 2], [1, 2], [3, 4]], digest="a"),
-        write(tmp_path / "b", [[3, 4]], digest="b"),
+        write_shard(tmp_path / "a", [[1, 2], [1, 2], [3, 4]], digest="a"),
+        write_shard(tmp_path / "b", [[3, 4]], digest="b"),
     ]
     assert TokenStore.open(shards).num_repeats == 2
     assert len(TokenStore.open(shards)) == 4
+
+
+def test_a_store_of_a_configuration_has_its_split(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a", numbered(400))
+    store = open_store([shard], DataConfig(validation_share=0.1, min_validation_samples=4))
+    expected = TokenStore.open([shard], validation_share=0.1, min_validation_samples=4)
+    assert store.digest == expected.digest
+    assert store.validation_indices.tolist() == expected.validation_indices.tolist()

@@ -1,4 +1,4 @@
-"""Rows of files: what is a row, what is a blank line, which physical line a refused row has."""
+"""Rows of files: rows, blank lines, and the physical lines of rejected rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_json_lines_with_every_kind_of_dirt(tmp_path: Path) -> None:
         b'{"a": 1}\r\n'
         b"\n"
         b"   \r\n"
-        b'{"a": "line\xe2\x80\xa8separator"}\n'  # U+2028 ends no line
+        b'{"a": "line\xe2\x80\xa8separator"}\n'  # U+2028 does not end a line
         b'{"a": "cut\n'
         b'{"a": "\xff"}\n'
         b"[1, 2]\n"
@@ -46,12 +46,12 @@ def test_json_lines_with_every_kind_of_dirt(tmp_path: Path) -> None:
     assert reasons_of(rows) == [(5, "invalid JSON"), (6, "invalid UTF-8"), (7, "not a JSON object")]
 
 
-def test_a_byte_order_mark_inside_joined_files_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_inside_joined_files_is_not_text(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "x.jsonl", b'{"a": 1}\n\xef\xbb\xbf{"a": 2}\n')
     assert rows == [(1, {"a": 1}), (2, {"a": 2})]
 
 
-def test_json_array_elements_refuse_themselves_alone(tmp_path: Path) -> None:
+def test_an_invalid_array_element_rejects_only_itself(tmp_path: Path) -> None:
     content = b'\n[\n  {"a": "}],{"},\n  {"a": nope},\n  {"a":\n   [2, {"b": "\\""}]}\n, 7]\n'
     rows = rows_of(tmp_path / "x.json", content)
     assert [(line, v) for line, v in rows if isinstance(v, dict)] == [
@@ -69,14 +69,16 @@ def test_small_arrays(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b'[{"a": 1},\n{"a": 2', [(2, "JSON array breaks off")]),
-        (b'[{"a": 1},\n{"a": "2', [(2, "JSON array breaks off")]),
-        (b'[{"a": 1}\n', [(1, "JSON array breaks off")]),
+        (b'[{"a": 1},\n{"a": 2', [(2, "JSON array is incomplete")]),
+        (b'[{"a": 1},\n{"a": "2', [(2, "JSON array is incomplete")]),
+        (b'[{"a": 1}\n', [(1, "JSON array is incomplete")]),
         (b'[{"a": 1}]\n{"a": 2}\n', [(2, "text after the end of the JSON array")]),
         (b'[{"a": 1},,{"a": 2}]', [(1, "invalid JSON")]),
     ],
 )
-def test_a_broken_array_says_where(tmp_path: Path, content: bytes, expected: list[tuple[int, str]]) -> None:
+def test_a_broken_array_is_reported_with_its_line(
+    tmp_path: Path, content: bytes, expected: list[tuple[int, str]]
+) -> None:
     rows = rows_of(tmp_path / "x.json", content)
     assert rows[0] == (1, {"a": 1}) or content == b'[{"a": 1}\n'
     assert reasons_of(rows) == expected
@@ -92,7 +94,7 @@ def test_chunk_borders_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         assert [line for line, _ in rows] == [2 + 11 * n for n in range(40)]
 
 
-def test_compressed_files_are_told_by_their_bytes(tmp_path: Path) -> None:
+def test_compression_is_detected_by_the_first_bytes(tmp_path: Path) -> None:
     plain = b'{"a": 1}\n{"a": 2}\n'
     frames = zstandard.compress(plain[:9]) + zstandard.compress(plain[9:])
     expected = [(1, {"a": 1}), (2, {"a": 2})]
@@ -103,7 +105,7 @@ def test_compressed_files_are_told_by_their_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_array_under_the_name_of_json_lines(tmp_path: Path, indent: int | None) -> None:
+def test_a_json_array_in_a_file_named_like_json_lines(tmp_path: Path, indent: int | None) -> None:
     rows = rows_of(tmp_path / "x.jsonl", json.dumps([{"a": 1}, {"a": 2}], indent=indent).encode() + b"\n")
     assert [value for _, value in rows] == [{"a": 1}, {"a": 2}]
 
@@ -115,17 +117,16 @@ def test_json_lines_whose_first_line_starts_like_an_array(tmp_path: Path, first:
 
 
 def test_broken_deflate_data_is_named(tmp_path: Path) -> None:
-    content = bytearray(
-        gzip.compress(b"".join(json.dumps({"a": n * n}).encode() + b"\n" for n in range(2000)))
-    )
+    lines = (json.dumps({"a": n * n}).encode() + b"\n" for n in range(2000))
+    content = bytearray(gzip.compress(b"".join(lines)))
     seen = set()
-    for place in range(20, 400, 7):
+    for position in range(20, 400, 7):
         broken = bytearray(content)
-        broken[place] ^= 0xFF
+        broken[position] ^= 0xFF
         with pytest.raises(UserError, match="x.gz.*cannot be read to its end: ") as failure:
             rows_of(tmp_path / "x.gz", bytes(broken))
         seen.add(type(failure.value.__cause__).__name__)
-    assert "error" in seen  # zlib.error is no OSError
+    assert "error" in seen  # zlib.error is not an OSError
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst"])
@@ -140,7 +141,7 @@ def test_a_cut_compressed_file_is_named(tmp_path: Path, name: str) -> None:
     ("content", "message"),
     [(b"\xff\xfe{\0", "UTF-16"), (b"\x89PNG\r\n\x1a\n\0\0", "binary"), (b"abc\0def", "binary")],
 )
-def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         rows_of(tmp_path / "x.jsonl", content)
 
@@ -150,7 +151,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "none.jsonl"))
 
 
-def test_a_row_beyond_the_limit_is_refused_and_the_next_one_read(
+def test_a_row_beyond_the_limit_is_rejected_and_the_next_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(containers, "MAX_ROW_BYTES", 64)
@@ -169,8 +170,8 @@ def test_parquet_of_large_types_and_structs(tmp_path: Path) -> None:
     assert rows == [(n + 1, {"messages": turns[n], "n": n}) for n in range(1000)]
 
 
-def test_nulls_that_arrow_fills_in_are_not_in_the_rows(tmp_path: Path) -> None:
-    """One schema for all rows: without care each call would get the arguments of every other call."""
+def test_nulls_added_by_arrow_are_removed(tmp_path: Path) -> None:
+    """Parquet has one schema for all rows: each call would get the arguments of every other call."""
     calls = [
         [{"name": "f", "arguments": {"x": 1}}],
         [{"name": "g", "arguments": {"y": [{"z": "s"}, {"w": 2}]}}],
@@ -180,10 +181,9 @@ def test_nulls_that_arrow_fills_in_are_not_in_the_rows(tmp_path: Path) -> None:
     assert [row.value for row in read_rows(tmp_path / "x.parquet")] == rows
 
 
-def test_invalid_utf8_in_parquet_refuses_its_row(tmp_path: Path) -> None:
-    bad = pa.Array.from_buffers(
-        pa.string(), 3, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")]
-    )
+def test_invalid_utf8_in_parquet_rejects_its_row(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0")
+    bad = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffb")])
     pq.write_table(pa.table({"text": bad}), tmp_path / "x.parquet")
     rows = [(row.line, row.value) for row in read_rows(tmp_path / "x.parquet")]
     assert [rows[0], rows[2]] == [(1, {"text": "a"}), (3, {"text": "b"})]

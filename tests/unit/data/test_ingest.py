@@ -1,4 +1,4 @@
-"""Files to shards: the rules, their counts, and that nothing is lost in silence."""
+"""Files to shards: the rules and their counts; nothing is lost silently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_core.data.chat import Sample
 from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
-from tests.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
+from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 Row = dict[str, Any]
 
@@ -71,7 +71,7 @@ def test_counts_and_lines_of_a_dirty_file(tmp_path: Path) -> None:
     assert all("\ufeff" not in text and "\r" not in text for text in decoded)
 
 
-def test_types_that_drift_late_are_fine(tmp_path: Path) -> None:
+def test_column_types_may_change_late_in_a_file(tmp_path: Path) -> None:
     rows = [
         {**chat(f"q{n}", "yes indeed"), "extra": None if n < 1100 else {"deep": [n]}} for n in range(1200)
     ]
@@ -79,7 +79,7 @@ def test_types_that_drift_late_are_fine(tmp_path: Path) -> None:
     assert (manifest["num_samples"], manifest["num_rejected"]) == (1200, 0)
 
 
-def test_ids_are_no_keys_and_repeats_are_counted_or_dropped(tmp_path: Path) -> None:
+def test_ids_are_not_keys_and_repeats_are_counted_or_dropped(tmp_path: Path) -> None:
     rows = [{**chat("q", "yes"), "id": 1}, {**chat("p", "yes"), "id": 1}, {**chat("q", "yes"), "id": 2}]
     kept, _ = ingest(tmp_path / "x.jsonl", lines(rows))
     assert (kept["num_samples"], kept["num_duplicates"]) == (3, 1)
@@ -88,7 +88,7 @@ def test_ids_are_no_keys_and_repeats_are_counted_or_dropped(tmp_path: Path) -> N
     assert rejects_of(shard) == [(3, "duplicate")]
 
 
-def test_over_long_samples_are_refused_by_default(tmp_path: Path) -> None:
+def test_over_long_samples_are_rejected_by_default(tmp_path: Path) -> None:
     rows = [chat("q", "yes"), chat("w" * 3000, "yes")]
     manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows), max_length=200)
     assert manifest["num_samples"] == 1
@@ -112,7 +112,7 @@ def test_truncation_cuts_the_last_turn_only() -> None:
     assert cut([0] * 9).reason == "over length before the last turn"
 
 
-def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
+def test_too_many_rejected_rows_fail_with_the_reasons(tmp_path: Path) -> None:
     content = (
         lines([chat("q", "yes")] * 90 + [{"messages": [{"role": "laguna_s", "content": "a"}]}] * 8)
         + b"{\n{\n"
@@ -120,7 +120,9 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
     with pytest.raises(UserError) as failure:
         ingest(tmp_path / "x.jsonl", content, max_reject_share=0.05)
     message = str(failure.value)
-    assert "10 of 100 rows" in message and "x.jsonl" in message and "data.max_reject_share" in message
+    assert "10 of 100 rows" in message
+    assert "x.jsonl" in message
+    assert "data.max_reject_share" in message
     assert "8 x unknown role 'laguna_s' (line 91: turn 0" in message
     assert "2 x invalid JSON (line 99:" in message
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
@@ -139,7 +141,7 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
         ),
         (
             json.dumps(chat("q", "yes"), indent=1).encode(),
-            "line 1: invalid JSON .*allowed: one JSON object a line",
+            "line 1: invalid JSON .*allowed: one JSON object per line",
         ),
         (lines([chat("q", "yes")["messages"]] * 2), "line 1: not a JSON object"),
         (
@@ -150,7 +152,7 @@ def test_too_many_refused_rows_fail_with_the_reasons(tmp_path: Path) -> None:
         (lines([{"text": "x"}]), "columns seen: text"),
     ],
 )
-def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_a_usable_row_is_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ingest(tmp_path / "x.jsonl", content)
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
@@ -179,9 +181,9 @@ def test_pretokenised_parquet(tmp_path: Path) -> None:
     ]
 
 
-def test_what_data_say_reaches_no_report_unchecked(tmp_path: Path) -> None:
-    refused = {"rejection": {"reason": "\ud800" + "x" * 9999, "detail": "\udfff"}}
-    rows = [chat("q", "yes"), refused, {"\udc00": 1}]
+def test_text_from_data_is_sanitised_in_reports(tmp_path: Path) -> None:
+    rejected = {"rejection": {"reason": "\ud800" + "x" * 9999, "detail": "\udfff"}}
+    rows = [chat("q", "yes"), rejected, {"\udc00": 1}]
     manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows))
     assert rejects_of(shard) == [(2, "?" + "x" * 499), (3, "no conversation")]
     assert json.dumps(manifest, ensure_ascii=False).encode()
@@ -207,11 +209,15 @@ def test_batch_borders_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     progress: list[int] = []
     monkeypatch.setattr(ingest_module, "_BATCH_ROWS", 7)
     path = tmp_path / "x.jsonl"
-    cut = ingest_file(
-        path, DataConfig(max_reject_share=1.0), small_tokenizer(), tmp_path / "y",
-        mask_token_id=MASK_TOKEN_ID, progress=progress.append,
-    )  # fmt: skip
-    assert cut == whole
+    in_batches = ingest_file(
+        path,
+        DataConfig(max_reject_share=1.0),
+        small_tokenizer(),
+        tmp_path / "y",
+        mask_token_id=MASK_TOKEN_ID,
+        progress=progress.append,
+    )
+    assert in_batches == whole
     assert progress[-1] == 100
 
 
@@ -251,49 +257,51 @@ NASTY = [
 
 
 def mutate(row: bytes, generator: random.Random) -> bytes:
-    """One to three random edits: bytes flipped, cut, doubled, or something nasty put in or over."""
+    """Return the row after one to three random edits: cut, repeated, inserted or overwritten bytes."""
     for _ in range(generator.randint(1, 3)):
-        place, length = generator.randrange(len(row) + 1), generator.randint(0, 12)
+        position, length = generator.randrange(len(row) + 1), generator.randint(0, 12)
         kind = generator.randrange(5)
         if kind == 0:
-            row = row[:place]
+            row = row[:position]
         elif kind == 1:
-            row = row[:place] + bytes([generator.randrange(256)]) + row[place + 1 :]
+            row = row[:position] + bytes([generator.randrange(256)]) + row[position + 1 :]
         elif kind == 2:
-            row = row[:place] + generator.choice(NASTY) + row[place:]
+            row = row[:position] + generator.choice(NASTY) + row[position:]
         elif kind == 3:
-            row = row[:place] + generator.choice(NASTY) + row[place + length :]
+            row = row[:position] + generator.choice(NASTY) + row[position + length :]
         else:
-            row = row[:place] + row[place : place + length] * 2 + row[place:]
+            row = row[:position] + row[position : position + length] * 2 + row[position:]
     return row
 
 
 NASTY_VALUES: list[Any] = [
-    None, True, 0, 2**70, "", "a", "assistant", "\ud800", "\ufdd0", "\0", "<|im_end|>", "<|mask|>", "null", "[{}]",
-    [], {}, [1], [[]], [{}], {"role": 3}, {"name": "f"}, ["user", "assistant"],
+    None, True, 0, 2**70, "", "a", "assistant", "\ud800", "\ufdd0", "\0", "<|im_end|>", "<|mask|>", "null",
+    "[{}]", [], {}, [1], [[]], [{}], {"role": 3}, {"name": "f"}, ["user", "assistant"],
 ]  # fmt: skip
 
 
 def mutate_value(value: Any, generator: random.Random) -> Any:
-    """The value with one thing somewhere inside it replaced: still JSON, of another shape."""
+    """Return the value with one random part replaced: still JSON, but of another shape."""
     if isinstance(value, dict) and value and generator.random() < 0.9:
         key = generator.choice(list(value))
         return {**value, key: mutate_value(value[key], generator)}
     if isinstance(value, list) and value and generator.random() < 0.9:
-        place = generator.randrange(len(value))
-        return [*value[:place], mutate_value(value[place], generator), *value[place + 1 :]]
+        position = generator.randrange(len(value))
+        mutated = mutate_value(value[position], generator)
+        return [*value[:position], mutated, *value[position + 1 :]]
     return generator.choice(NASTY_VALUES)
 
 
 WITH_CALLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def some_tokenizer(seed: int) -> Any:
-    """A family's, or one whose template renders tool calls and reasoning."""
+    """Return the tokenizer of a family, or one whose template renders tool calls and reasoning."""
     families = [*TEMPLATES, "calls"]
     family = families[seed % len(families)]
     if family in TEMPLATES:
@@ -329,7 +337,7 @@ SEEDS = [
 
 
 def check_mutated_file(directory: Path, seed: int, num_rows: int) -> int:
-    """Ingest mutated rows; every line must come out as a sample, a reject or a blank. Returns the lines."""
+    """Check that each mutated row becomes a sample, a reject or a blank line; return the number of lines."""
     generator = random.Random(seed)
     content = lines([SEEDS[0]])
     for number in range(num_rows):
@@ -372,7 +380,7 @@ def test_a_hundred_thousand_mutated_rows(tmp_path: Path) -> None:
 
 @given(content=st.binary(max_size=200), name=st.sampled_from(["x.jsonl", "x.json", "x.parquet", "x"]))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_bytes_are_a_data_set_or_a_users_mistake(
+def test_any_bytes_are_a_data_set_or_a_user_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str
 ) -> None:
     prefix = (b"", b"[", b"{", b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd")[len(content) % 6]

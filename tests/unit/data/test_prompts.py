@@ -1,4 +1,4 @@
-"""Prompt sets in three shapes, and samples as coloured text."""
+"""Prompt sets in three shapes, and the ids of their prompts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Rejection
-from dflash_core.data.preview import pieces
 from dflash_core.data.prompts import ChatPrompt, read_prompts
 from dflash_core.errors import UserError
-from tests.chat_families import CONTROLS, MASK_TOKEN_ID, TEMPLATES, small_tokenizer
+from tests.support.chat_families import CONTROLS, MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 
 def read(tmp_path: Path, *rows: dict[str, Any], limit: int | None = None) -> list[ChatPrompt]:
@@ -48,13 +47,13 @@ def test_later_turns_follow_the_models_own_answers() -> None:
     ("row", "message"),
     [
         ({"text": "x"}, "line 2: no conversation columns: text"),
-        ({"turns": []}, "line 2: .* is no prompt"),
-        ({"turns": ["q", 3]}, "line 2: .* is no prompt"),
-        ({"prompt": " "}, "line 2: .* is no prompt"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 2: messages hold no turn but"),
+        ({"turns": []}, "line 2: .* is not a prompt"),
+        ({"turns": ["q", 3]}, "line 2: .* is not a prompt"),
+        ({"prompt": " "}, "line 2: .* is not a prompt"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "line 2: messages hold only assistant turns"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_a_row_that_is_not_a_prompt_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read(tmp_path, {"prompt": "q"}, row)
 
@@ -64,7 +63,7 @@ def test_a_broken_or_empty_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="p.jsonl line 2: invalid JSON"):
         read_prompts(tmp_path / "p.jsonl")
     (tmp_path / "p.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no prompt"):
+    with pytest.raises(UserError, match="holds no prompts"):
         read_prompts(tmp_path / "p.jsonl")
 
 
@@ -81,16 +80,3 @@ def test_prompt_ids_are_those_of_the_template(family: str) -> None:
     controls = set(range(len(CONTROLS)))
     assert [i for i in forged if i in controls] == [i for i in expected if i in controls]
     assert isinstance(encoder.prompt_ids([{"role": "user", "content": "<|mask|>"}]), Rejection)
-
-
-def test_pieces_change_where_the_mark_does() -> None:
-    assert pieces([97, 98, 99], [0, 1, 1], lambda ids: bytes(ids).decode()) == [("a", 0), ("bc", 1)]
-
-
-def test_pieces_keep_characters_whole_and_terminals_safe() -> None:
-    token_ids = list("\u00e9\x1b[2Jx\n".encode())
-    marks = [0, 1, 1, 1, 1, 1, 1, 1]
-    assert pieces(token_ids, marks, lambda ids: bytes(ids).decode("utf-8", "replace")) == [
-        ("\u00e9", 0),
-        ("\u241b[2Jx\n", 1),
-    ]

@@ -1,4 +1,4 @@
-"""Chat completions over HTTP: a server on loopback that counts, fails and refuses as it is told."""
+"""Chat completions over HTTP, against a server on loopback that counts, fails and rejects on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_core.errors import UserError
 
 
 class Server(ThreadingHTTPServer):
-    """Answers "a to Q"; `fails` are status codes to give first, `refuses` questions get 400."""
+    """Answers "a to Q"; `fails` are status codes to give first, `rejects` questions get 400."""
 
     daemon_threads = True
 
@@ -70,11 +70,11 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.02,))
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield made
-        made.shutdown()
+        yield server
+        server.shutdown()
         thread.join()
 
 
@@ -87,7 +87,7 @@ def requests(*questions: str) -> deque[Request]:
     return deque(Request(q, [{"role": "user", "content": q}], None, [1]) for q in questions)
 
 
-def test_what_is_sent_and_what_comes_back(server: Server) -> None:
+def test_request_and_answer(server: Server) -> None:
     client = endpoint(server, temperature=0.7, seed=3, max_new_tokens=9)
     [(request, answer)] = client.answers(requests("q"))
     assert request.key == "q"
@@ -97,40 +97,46 @@ def test_what_is_sent_and_what_comes_back(server: Server) -> None:
     assert server.bodies == [
         {"path": "/v1/chat/completions", "model": "tiny", "messages": messages, **sampling}
     ]
-    assert server.keys == ["Bearer secret"] and "secret" not in json.dumps(client.identity)
+    assert server.keys == ["Bearer secret"]
+    assert "secret" not in json.dumps(client.identity)
 
 
-def test_passing_failures_are_repeated(server: Server) -> None:
+def test_temporary_failures_are_retried(server: Server) -> None:
     server.fails.extend([500, 429, 503])
     [(_, answer)] = endpoint(server).answers(requests("q"))
-    assert isinstance(answer, Answer) and len(server.bodies) == 4
+    assert isinstance(answer, Answer)
+    assert len(server.bodies) == 4
     server.fails.extend([500] * 3)
-    with pytest.raises(UserError, match="regenerate.base_url: .*failed 3 times, at last with 500"):
+    with pytest.raises(UserError, match="regenerate.base_url: .*failed 3 times, the last time with 500"):
         list(endpoint(server, max_retries=2).answers(requests("q")))
 
 
-def test_a_wrong_key_is_one_message_and_no_repetition(server: Server) -> None:
+def test_a_wrong_key_gives_one_message_and_no_retry(server: Server) -> None:
     server.fails.extend([401] * 100)
     with pytest.raises(UserError, match=r"base_url: .*answers 401 .*allowed: .*key in \$OPENAI_API_KEY"):
         list(endpoint(server, concurrency=4).answers(requests(*"abcdefghijklmnop")))
     assert len(server.bodies) <= 4
 
 
-def test_answers_on_their_way_are_kept_when_another_fails(server: Server) -> None:
+def test_answers_in_flight_are_kept_when_another_fails(server: Server) -> None:
     server.fails.extend([200, 403])
     server.delay = 0.1
     kept = []
     with pytest.raises(UserError, match="answers 403"):
         for request, _ in endpoint(server, concurrency=2).answers(requests("a", "b", "c", "d")):
-            kept.append(request.key)  # noqa: PERF401 (what was yielded before the failure)
-    assert len(kept) >= 1 and len(kept) == len(server.bodies) - 1
+            # Not a comprehension: it would lose the answers before the failure.
+            kept.append(request.key)
+    assert len(kept) >= 1
+    assert len(kept) == len(server.bodies) - 1
 
 
-def test_a_refused_prompt_does_not_stop_the_others(server: Server) -> None:
-    found = {r.key: a for r, a in endpoint(server).answers(requests("q", "too long", "r"))}
-    refused = found.pop("too long")
-    assert isinstance(refused, Rejection) and refused.reason == "endpoint refuses the prompt"
-    assert all(isinstance(answer, Answer) for answer in found.values()) and len(found) == 2
+def test_a_rejected_prompt_does_not_stop_the_others(server: Server) -> None:
+    answers = {r.key: a for r, a in endpoint(server).answers(requests("q", "too long", "r"))}
+    rejected = answers.pop("too long")
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "prompt rejected by the endpoint"
+    assert all(isinstance(answer, Answer) for answer in answers.values())
+    assert len(answers) == 2
 
 
 def test_requests_in_flight_are_bounded_and_new_ones_join(server: Server) -> None:
@@ -143,35 +149,37 @@ def test_requests_in_flight_are_bounded_and_new_ones_join(server: Server) -> Non
     assert (answered, server.most_busy) == (16, 3)
 
 
-def test_how_answers_end(server: Server) -> None:
+def test_finish_reasons_and_tool_calls_of_answers(server: Server) -> None:
     server.choice = {"finish_reason": "length"}
     [(_, answer)] = endpoint(server).answers(requests("q"))
-    assert isinstance(answer, Answer) and answer.finish_reason == "length"
+    assert isinstance(answer, Answer)
+    assert answer.finish_reason == "length"
     server.choice = {"finish_reason": "content_filter"}
     [(_, answer)] = endpoint(server).answers(requests("q"))
-    assert answer == Rejection("endpoint withholds the answer", "finish_reason 'content_filter'")
+    assert answer == Rejection("answer withheld by the endpoint", "finish_reason 'content_filter'")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     server.choice = {"message": {"content": None, "tool_calls": [call], "reasoning_content": "hm"}}
     [(_, answer)] = endpoint(server).answers(requests("q"))
-    assert isinstance(answer, Answer) and answer.finish_reason == "tool_calls"
+    assert isinstance(answer, Answer)
+    assert answer.finish_reason == "tool_calls"
     assert answer.message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert (answer.message["content"], answer.message["reasoning_content"]) == ("", "hm")
 
 
-def test_something_else_than_chat_completions(server: Server) -> None:
+def test_responses_that_are_not_chat_completions(server: Server) -> None:
     server.choice = {"message": None}
-    with pytest.raises(UserError, match="no chat completion"):
+    with pytest.raises(UserError, match="not a chat completion"):
         list(endpoint(server).answers(requests("q")))
     config = RegenerateConfig(base_url="http://127.0.0.1:9/v1", max_retries=0)
-    with pytest.raises(UserError, match="failed 1 times, at last with URLError"):
+    with pytest.raises(UserError, match="failed 1 times, the last time with URLError"):
         list(Endpoint(config, "tiny").answers(requests("q")))
 
 
 def test_tool_calls_get_ids_and_arguments_as_text() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    told = [{"role": "assistant", "content": "", "tool_calls": [call, call]}]
-    told += [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
-    sent = wire_messages(told)
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    messages += [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    sent = wire_messages(messages)
     assert [c["id"] for c in sent[0]["tool_calls"]] == ["call_0", "call_1"]
     assert sent[0]["tool_calls"][0]["function"]["arguments"] == '{"x": 1}'
     assert [m["tool_call_id"] for m in sent[1:]] == ["call_0", "call_1"]
@@ -183,24 +191,23 @@ def test_the_stage_asks_the_endpoint(
 ) -> None:
     from tasks.ingest import Source
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
-    from tasks.storage.stages import FileDigests
+    from tasks.storage.file_digests import FileDigests
 
     monkeypatch.setenv("A_KEY", "other")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")
     base_url = f"http://127.0.0.1:{server.server_port}/v1"
     settings = {"enabled": True, "base_url": base_url, "model": "served", "api_key_env": "A_KEY"}
     config = from_dict(RunConfig, {"regenerate": settings})
-    source, target = (
-        Source(str(tmp_path / "a.jsonl"), "d"),
-        {"fingerprint": "f", "tokenizer_fingerprint": "t"},
-    )
+    source = Source(str(tmp_path / "a.jsonl"), "d")
+    target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()
-    made = regenerate.function(
+    pointer = regenerate.write(
         tmp_path / "out", **inputs, where=where_of(config, source, tmp_path, tiny_target_dir)
     )
-    [line] = (tmp_path / "out" / made["file"]).read_text().splitlines()
+    [line] = (tmp_path / "out" / pointer["file"]).read_text().splitlines()
     row = json.loads(line)
     assert (row["id"], row["messages"][1]["content"]) == ("x", "a to q")
     assert (row["regenerated_by"]["model"], row["regenerated_by"]["base_url"]) == ("served", base_url)
-    assert server.keys == ["Bearer other"] and made["num_tokens"] == 5
+    assert server.keys == ["Bearer other"]
+    assert pointer["num_tokens"] == 5

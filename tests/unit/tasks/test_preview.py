@@ -1,4 +1,4 @@
-"""What a person sees of a sample: whole characters, supervised text green, one underline an anchor."""
+"""Previews of samples: whole characters, supervised text in green, one underlined token per anchor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Bytes:
 
 def test_a_sample_in_colours() -> None:
     text = "a\x1b é!"
-    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)  # a ESC space C3 A9 !
+    # a ESC space C3 A9 !
+    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
     store = SimpleNamespace(
         token_ids=lambda row: ids,
         loss_mask=lambda row: np.array([0, 0, 0, 1, 1, 1], np.uint8),
@@ -31,13 +32,15 @@ def test_a_sample_in_colours() -> None:
     shown = render_sample(store, 0, Bytes(), RunConfig())
     head, body = shown.plain.split("\n", 1)
     assert head == "sample 0, source chats: 6 tokens, 3 supervised, 2 eligible anchors, 2 drawn, training"
-    assert body == "a\u241b é!"  # the escape of the data cannot drive a terminal
+    # An escape in the data cannot control the terminal.
+    assert body == "a\u241b é!"
     styled = {shown.plain[s.start : s.end]: str(s.style) for s in shown.spans}
     assert styled["a\u241b "] == "dim"
-    assert styled["é"] == "green underline" and styled["!"] == "green"
+    assert styled["é"] == "green underline"
+    assert styled["!"] == "green"
 
 
-def test_where_there_are_no_colours_brackets_show_the_mask() -> None:
+def test_without_colours_brackets_show_the_mask() -> None:
     store = SimpleNamespace(
         token_ids=lambda row: np.frombuffer(b"q:ab!cd", dtype=np.uint8).astype(np.int32),
         loss_mask=lambda row: np.array([0, 0, 1, 1, 0, 1, 1], np.uint8),
@@ -50,10 +53,10 @@ def test_where_there_are_no_colours_brackets_show_the_mask() -> None:
     assert body == "q:\u27e6ab\u27e7!\u27e6cd\u27e7"
 
 
-def test_what_became_of_each_file() -> None:
-    found = {"source": "a.jsonl", "format": "messages", "num_samples": 3, "num_rows": 5}
+def test_summary_of_each_file() -> None:
+    pointer = {"source": "a.jsonl", "format": "messages", "num_samples": 3, "num_rows": 5}
     counts = {"rejects": {"over length": 2}, "notes": {"reasoning dropped": 1}}
-    assert file_rows([found | counts]) == [
+    assert file_rows([pointer | counts]) == [
         ("a.jsonl", "messages: 3 samples of 5 rows\n2 rejected: over length\n1 kept: reasoning dropped")
     ]
 

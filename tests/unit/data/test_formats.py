@@ -1,4 +1,4 @@
-"""Columns to conversations: every accepted shape, every refused one with its reason."""
+"""Rows to conversations: every accepted shape, and every rejected one with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
-from dflash_core.data.formats import RowReader, Tokens, detect_format
+from dflash_core.data.format_detection import detect_format
+from dflash_core.data.formats import RowReader, Tokens
 from dflash_core.errors import UserError
 
 PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -57,13 +58,8 @@ def test_sharegpt_roles_come_from_the_field_and_all_turns_stay() -> None:
             {"from": "gpt", "value": "4"},
         ],
     }
-    assert turns(row) == [
-        ("system", "s"),
-        ("user", "1"),
-        ("assistant", "2"),
-        ("user", "3"),
-        ("assistant", "4"),
-    ]
+    expected = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    assert turns(row) == [("system", "s"), *expected]
 
 
 def test_conversations_of_role_and_content_are_messages() -> None:
@@ -94,50 +90,35 @@ def test_sharegpt_function_call_is_text_or_a_tool_call() -> None:
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_tool_calls_with_arguments_as_object_or_string(arguments: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     row = {
         "messages": [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "q"},
-            {"role": "assistant", "content": None, "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "7"},
             {"role": "assistant", "content": "a"},
         ]
-    }  # fmt: skip
+    }
     assert reason(row) == "tool call"
     conversation = read(row, "tool_calls")
     assert isinstance(conversation, Conversation)
-    assert [message["role"] for message in conversation.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in conversation.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert conversation.messages[2]["content"] == ""
     assert conversation.messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert conversation.messages[3] == {"role": "tool", "content": "7", "name": "f", "tool_call_id": "c1"}
 
 
 def test_alpaca_columns() -> None:
-    assert turns({"instruction": "i", "input": "", "output": "o"}) == [("user", "i"), ("assistant", "o")]
-    assert turns({"instruction": "i", "input": "x", "response": "o"}) == [
-        ("user", "i\n\nx"),
-        ("assistant", "o"),
-    ]
+    expected = [("user", "i"), ("assistant", "o")]
+    assert turns({"instruction": "i", "input": "", "output": "o"}) == expected
+    with_input = {"instruction": "i", "input": "x", "response": "o"}
+    assert turns(with_input) == [("user", "i\n\nx"), ("assistant", "o")]
     row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
-    assert turns(row) == [
-        ("system", "s"),
-        ("user", "q"),
-        ("assistant", "a"),
-        ("user", "i"),
-        ("assistant", "o"),
-    ]
+    assert turns(row) == [("system", "s"), ("user", "q"), ("assistant", "a"), *expected]
     mapped = {"task": "i", "code": "o", "id": 3}
-    assert turns(mapped, columns={"instruction": "task", "output": "code"}) == [
-        ("user", "i"),
-        ("assistant", "o"),
-    ]
+    assert turns(mapped, columns={"instruction": "task", "output": "code"}) == expected
 
 
 @pytest.mark.parametrize("column", ["response", "completion", "answer"])
@@ -152,17 +133,15 @@ def test_tokenised_columns() -> None:
     assert read({"ids": [1], "m": [1]}, columns={"input_ids": "ids", "loss_mask": "m"}) == Tokens([1], [1])
 
 
-def test_unknown_roles_are_refused_or_mapped_and_never_skipped() -> None:
+def test_unknown_roles_are_rejected_or_mapped_and_never_skipped() -> None:
     row = {"messages": [PAIR[0], {"role": "laguna_s", "content": "a"}]}
     assert reason(row) == "unknown role 'laguna_s'"
     assert turns(row, roles={"laguna_s": "assistant"}) == [("user", "q"), ("assistant", "a")]
 
 
 def test_null_content_is_empty_text() -> None:
-    assert turns({"messages": [PAIR[0], {"role": "assistant", "content": None}]}) == [
-        ("user", "q"),
-        ("assistant", ""),
-    ]
+    row = {"messages": [PAIR[0], {"role": "assistant", "content": None}]}
+    assert turns(row) == [("user", "q"), ("assistant", "")]
 
 
 def test_reasoning_is_dropped_or_kept_by_name() -> None:
@@ -191,10 +170,10 @@ def test_reasoning_in_a_column_follows_the_same_rule(row: dict[str, Any]) -> Non
     [
         ({"messages": [PAIR[0], "a"]}, "wrong shape"),
         ({"messages": [PAIR[0], {"content": "a"}]}, "no role"),
-        ({"messages": [PAIR[0], {"role": "assistant", "content": {"x": 1}}]}, "content is no text"),
+        ({"messages": [PAIR[0], {"role": "assistant", "content": {"x": 1}}]}, "content is not text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, PAIR[1]]},
-            "content part is no text",
+            "content part is not text",
         ),
         ({"instruction": None, "output": "o"}, "no instruction"),
         ({"instruction": "i", "output": None}, "no output or response"),
@@ -208,7 +187,7 @@ def test_reasoning_in_a_column_follows_the_same_rule(row: dict[str, Any]) -> Non
         ({"messages": [{**PAIR[0], "tool_calls": [{"name": "f"}]}, PAIR[1]]}, "wrong shape"),
     ],
 )
-def test_rows_of_wrong_shape_say_so(row: dict[str, Any], expected: str) -> None:
+def test_rows_of_wrong_shape_are_rejected_with_their_reason(row: dict[str, Any], expected: str) -> None:
     assert reason(row) == expected
 
 
@@ -225,36 +204,38 @@ def test_calls_without_content_and_calls_as_text(name: str) -> None:
         assert turns(row) == [("user", "q"), ("assistant", "a")]
 
 
-def test_nulls_of_a_tool_are_no_fields() -> None:
+def test_nulls_of_a_tool_are_dropped() -> None:
     conversation = read({"messages": PAIR, "tools": [{"name": "f", "description": None}]}, "tools")
     assert isinstance(conversation, Conversation)
     assert conversation.tools == [{"name": "f"}]
 
 
-def test_media_refuse_their_row_alone_and_empty_media_columns_nothing() -> None:
+def test_media_reject_only_their_row_and_empty_media_columns_nothing() -> None:
     config = DataConfig()
     name = detect_format([{"messages": PAIR, "images": []}], config, source="x")
     reader = RowReader(name, config, reads=lambda _: False, notes=Counter())
     assert isinstance(reader.read({"messages": PAIR, "images": None}), Conversation)
-    refused = reader.read({"messages": PAIR, "images": ["a.png"]})
-    assert isinstance(refused, Rejection) and refused.reason == "images or other media"
+    rejected = reader.read({"messages": PAIR, "images": ["a.png"]})
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason == "images or other media"
     assert turns({"messages": PAIR, "images": ["a.png"]}, format="messages")[1] == ("assistant", "a")
 
 
-def test_a_system_column_beside_a_system_turn_and_tools_of_any_format() -> None:
+def test_a_system_column_next_to_a_system_turn_and_tools_of_any_format() -> None:
     notes: Counter[str] = Counter()
     reader = RowReader("messages", DataConfig(), reads=lambda _: True, notes=notes)
     system = {"role": "system", "content": "s"}
     for column in ("s", None, "other"):
         read_row = reader.read({"messages": [system, *PAIR], "system": column})
-        assert isinstance(read_row, Conversation) and read_row.messages == [system, *PAIR]
+        assert isinstance(read_row, Conversation)
+        assert read_row.messages == [system, *PAIR]
     assert notes == {"system column left out (the conversation has a system turn)": 1}
     for row in ({"prompt": "q", "response": "a"}, {"instruction": "q", "output": "a"}):
         conversation = read({**row, "tools": [{"name": "f"}]}, "tools")
         assert conversation == Conversation(PAIR, [{"name": "f"}])
 
 
-def test_a_mapped_column_that_is_not_there_is_counted() -> None:
+def test_a_mapped_column_that_is_missing_is_counted() -> None:
     config = DataConfig(columns={"system": "sytem"})
     notes: Counter[str] = Counter()
     reader = RowReader("messages", config, reads=lambda _: False, notes=notes)
@@ -262,48 +243,3 @@ def test_a_mapped_column_that_is_not_there_is_counted() -> None:
     assert notes == {"data.columns.system: no column 'sytem'": 1}
     with pytest.raises(UserError, match="data.columns: 'instructions' .* allowed: .*instruction"):
         DataConfig(columns={"instructions": "task"})
-
-
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({"messages": PAIR[:1]}, "prompts only"),
-        ({"conversations": [{"from": "human", "value": "q"}]}, "prompts only"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
-        ({"messages": PAIR, "chosen": PAIR, "rejected": PAIR}, "preference pairs"),
-        ({"messages": PAIR, "images": ["x.png"]}, "images"),
-        ({"prompt": {}, "replies": []}, "message trees"),
-        ({"message_tree_id": 1, "parent_id": 2, "text": "t", "role": "r"}, "message trees"),
-        ({"text": "once upon a time"}, "no known format; columns seen: text"),
-        ({"prompt": "q"}, "no known format; columns seen: prompt"),
-        ({"turns": ["q"]}, "no known format; columns seen: turns"),
-    ],
-)
-def test_other_data_is_refused_as_a_file(row: dict[str, Any], kind: str) -> None:
-    with pytest.raises(UserError, match=kind) as refusal:
-        detect_format([row] * 3, DataConfig(), source="x.jsonl")
-    assert "accepted: messages" in str(refusal.value)
-    assert str(next(iter(row))) in str(refusal.value)
-
-
-def test_prompts_are_accepted_where_the_target_writes_the_answers() -> None:
-    row = {"messages": PAIR[:1]}
-    assert detect_format([row], DataConfig(), source="x", answered=False) == "messages"
-    unknown = {"messages": [PAIR[0], {"role": "laguna_s", "content": "a"}]}
-    assert detect_format([unknown], DataConfig(), source="x") == "messages"  # its rows will say why
-    assert detect_format([row, {"messages": PAIR}], DataConfig(), source="x") == "messages"
-
-
-def test_columns_without_values_make_no_other_kind_of_data() -> None:
-    row = {"messages": PAIR, "chosen": None, "rejected": None, "image": ""}
-    assert detect_format([row], DataConfig(), source="x") == "messages"
-
-
-def test_a_named_format_is_not_questioned() -> None:
-    row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
-    assert detect_format([row], DataConfig(format="messages"), source="x") == "messages"
-
-
-def test_the_format_of_most_rows_wins() -> None:
-    rows: list[dict[str, Any]] = [{"messages": []}, {"other": 1}, {"messages": PAIR}, {"messages": PAIR}]
-    assert detect_format(rows, DataConfig(), source="x") == "messages"

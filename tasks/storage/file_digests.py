@@ -1,0 +1,71 @@
+"""sha256 digests of files, remembered from run to run so that unchanged files are not read again.
+
+A digest is known by path, size and modification time. A file that is rewritten within the resolution of its
+modification time looks unchanged, so a file is read only once its time is older than that resolution: a
+remembered digest is always right. Price: a file that was written just now delays its first digest by up to 2
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_core.files import file_sha256, write_json
+
+
+def resolution_seconds(mtime_ns: int) -> float:
+    """Return an upper bound for the resolution of a modification time.
+
+    It is 2 s for a time in whole seconds (FAT, old NFS), else 0.05 s: local Linux file systems take the time
+    of the kernel's last tick, at most 10 ms ago.
+    """
+    return 2.0 if mtime_ns % 1_000_000_000 == 0 else 0.05
+
+
+@dataclass
+class FileDigests:
+    """Digests of files, kept in `<storage_root>/store/file_digests.json`."""
+
+    storage_root: Path
+    is_changed: bool = field(default=False, init=False)
+    # path -> [size, modification time in ns, sha256]
+    _known: dict[str, list[Any]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self._known = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            self._known = {}
+
+    @property
+    def _path(self) -> Path:
+        return self.storage_root / "store" / "file_digests.json"
+
+    def of(self, path: Path) -> str:
+        """Return the file's sha256, 64 hex characters."""
+        status, name = path.stat(), str(path.resolve())
+        stamp = [status.st_size, status.st_mtime_ns]
+        known = self._known.get(name)
+        if known and known[:2] == stamp:
+            return str(known[2])
+        age = (time.time_ns() - status.st_mtime_ns) / 1e9
+        resolution = resolution_seconds(status.st_mtime_ns)
+        if 0 <= age < resolution:
+            time.sleep(resolution - age)
+        digest = file_sha256(path)
+        # A time in the future never grows old: such a file is read again each time.
+        if age >= 0:
+            self._known[name] = [*stamp, digest]
+            self.is_changed = True
+        return digest
+
+    def save(self) -> None:
+        """Write new digests to the file, if there are any."""
+        if self.is_changed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, self._known)
+            self.is_changed = False

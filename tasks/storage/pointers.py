@@ -1,0 +1,113 @@
+"""What the pointer of each stage holds: the JSON that flows pass from task to task instead of data.
+
+Pointers are typed dictionaries, not dataclasses, for two reasons: Prefect draws the graph from the identity
+of the object that one task returned and another received, and the pointers of earlier runs, in pointer.json
+and in Prefect's results, are plain JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+
+class Pointer(TypedDict):
+    """Fields of every stage's pointer."""
+
+    stage: str
+    version: int
+    key: str
+    # Directory of the outputs, relative to the storage root.
+    path: str
+    # Files in it, relative to it.
+    files: list[str]
+
+
+class TargetPointer(Pointer):
+    """Stage `target`: the model is in `model/`."""
+
+    fingerprint: str
+    tokenizer_fingerprint: str
+
+
+class RegeneratedPointer(Pointer):
+    """Stage `regenerate`: one JSONL file, with counts of its rows and answers."""
+
+    source: str
+    file: str
+    digest: str
+    num_rows: int
+    num_answers: int
+    num_cut: int
+    num_kept_turns: int
+    num_refused: int
+
+
+class ShardPointer(Pointer):
+    """Stage `ingest`: the shard is in `shard/`."""
+
+    source: str
+    format: str
+    digest: str
+    num_rows: int
+    num_blank: int
+    num_samples: int
+    num_rejected: int
+    num_duplicates: int
+    num_tokens: int
+    # Number of rejected rows by reason, and of rows that were kept with a remark by remark.
+    rejects: dict[str, int]
+    notes: dict[str, int]
+
+
+class ProfilePointer(Pointer):
+    """Stage `profile`: profile.json."""
+
+    # The row of sql/length_stats.sql.
+    stats: dict[str, Any]
+    histogram_digest: str
+
+
+class EdgesPointer(Pointer):
+    """Stage `edges`: edges.json and two plots."""
+
+    edges: list[int]
+    # None where the edges were given.
+    expected_efficiency: float | None
+    knee: int
+
+
+class PlanPointer(Pointer):
+    """Stage `plan`: epoch-NNN.parquet and metrics.json."""
+
+    plan_digest: str
+    epoch: int
+    strategy: str
+    metrics: dict[str, float]
+
+
+class CalibrationPointer(Pointer):
+    """Stage `calibrate`: calibration.json."""
+
+    # Arguments of `CostModel`.
+    constants: dict[str, float]
+    num_microbatches: int
+
+
+class EvaluationPointer(Pointer):
+    """Stage `evaluate`: evaluation.json, records.jsonl and a plot."""
+
+    evaluation: dict[str, Any]
+
+
+class TrainedRun(TypedDict):
+    """Result of the task `train`, which is no stage: its outputs are in a run directory."""
+
+    # "trained", "resumed" or "skipped".
+    status: str
+    # Absolute path of the run directory.
+    run_dir: str
+    key: str
+    # The contents of summary.json.
+    summary: dict[str, Any]
+    mlflow_run_id: str
+    experiment_id: str

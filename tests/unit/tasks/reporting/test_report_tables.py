@@ -1,0 +1,41 @@
+"""Rows of the reports, on figures that a person can check."""
+
+from __future__ import annotations
+
+from tasks.reporting import report_tables
+
+
+def test_samples_and_tokens_of_each_bucket() -> None:
+    assert report_tables.bucket_rows([3, 4, 8], [2, 1, 2], [0, 4, 8, 9]) == [
+        {"longer than": 0, "up to": 4, "samples": 3, "tokens": 10, "filled": 0.8333},
+        {"longer than": 4, "up to": 8, "samples": 2, "tokens": 16, "filled": 1.0},
+        {"longer than": 8, "up to": 9, "samples": 0, "tokens": 0, "filled": None},
+    ]
+
+
+def test_profile_has_one_row_per_source_and_one_for_all() -> None:
+    figures = dict.fromkeys(report_tables.PROFILE_FIGURES, 1.23456)
+    rows = report_tables.source_rows({"sources": [{"source": "chats", **figures}], "stats": figures})
+    assert [row["source"] for row in rows] == ["chats", "all"]
+    assert rows[1]["mean length"] == 1.2346
+
+
+def test_acceptance_by_set_by_category_and_pooled() -> None:
+    evaluation = {
+        "acceptance_length": 1.5,
+        "acceptance_interval": [1.25, 2.0],
+        "prompts": 3,
+        "sets": {
+            "gsm8k": {"acceptance_length": 2.0, "acceptance_interval": [2.0, 2.0], "prompts": 1},
+            "mt": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2},
+        },
+        "categories": {
+            "mt/writing": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2}
+        },
+    }
+    assert report_tables.acceptance_rows(evaluation) == [
+        ("acceptance length, gsm8k", "2.000 (2.000 to 2.000) on 1 prompts"),
+        ("acceptance length, mt", "1.250 (1.000 to 1.500) on 2 prompts"),
+        ("acceptance length, mt/writing", "1.250 (1.000 to 1.500) on 2 prompts"),
+        ("acceptance length, all", "1.500 (1.250 to 2.000) on 3 prompts"),
+    ]

@@ -1,0 +1,109 @@
+"""Run keys, run.json and the link to the latest run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dflash_core.config import RunConfig, from_dict, to_dict
+from dflash_core.files import content_digest
+from tasks.storage import run_directory as runs
+
+
+def config_of(**sections) -> RunConfig:
+    return from_dict(RunConfig, {"drafter": {"mask_token_id": 3}, **sections})
+
+
+def fields_of(config: RunConfig, **changes) -> dict:
+    given = {"dataset_digest": "data", "plan_digests": ["p0"], "target_fingerprint": "t"} | changes
+    return runs.decisive_fields(config, **given)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "training": {
+                "topology": "split",
+                "max_draft_slots": 64,
+                "log_every": 9,
+                "checkpoint_every_steps": 3,
+            }
+        },
+        {"target": {"cache": "memory", "compute_dtype": "float32"}},
+        {"evaluation": {"num_prompts": 3}, "tracking": {"experiment": "other"}},
+        # The strategy is packed: its plans are the same.
+        {"batching": {"num_buckets": 3}},
+        # The same shards, by digest.
+        {"data": {"files": ["moved.jsonl"]}},
+        # Enters by the digest of the data alone.
+        {"regenerate": {"enabled": True, "temperature": 1.0}},
+    ],
+)
+def test_run_key_ignores_what_does_not_decide_the_result(tmp_path: Path, sections: dict) -> None:
+    changed = config_of(**sections)
+    expected = runs.find_run(config_of(), fields_of(config_of())).key
+    assert runs.find_run(changed, fields_of(changed)).key == expected
+
+
+@pytest.mark.parametrize(
+    "sections, changes",
+    [
+        ({"drafter": {"mask_token_id": 3, "num_layers": 2}}, {}),
+        ({"optimizer": {"lr": 1e-3}}, {}),
+        ({"training": {"seed": 1}}, {}),
+        ({"training": {"epochs": 2}}, {}),
+        ({"objective": {"labels": "target"}}, {}),
+        ({"target": {"feature_dtype": "bfloat16"}}, {}),
+        ({}, {"dataset_digest": "other"}),
+        ({}, {"plan_digests": ["p1"]}),
+        ({}, {"target_fingerprint": "u"}),
+    ],
+)
+def test_run_key_changes_with_what_decides_the_result(sections: dict, changes: dict) -> None:
+    config = config_of(**sections)
+    assert content_digest(fields_of(config, **changes)) != content_digest(fields_of(config_of()))
+
+
+def test_changed_fields_are_named() -> None:
+    old, new = fields_of(config_of()), fields_of(config_of(training={"seed": 1}), dataset_digest="other")
+    assert runs.changed_fields(old, new) == ["data", "training.seed: 0 -> 1"]
+    assert runs.changed_fields(old, old) == []
+
+
+def test_latest_is_a_relative_link_replaced_by_one_rename(tmp_path: Path) -> None:
+    config = config_of(storage_root=str(tmp_path), deployment="d")
+    for seed in (0, 1):
+        run = runs.find_run(config, fields_of(config_of(training={"seed": seed})))
+        run.path.mkdir(parents=True)
+        runs.point_latest(run.path)
+        assert os.readlink(tmp_path / "d" / "latest") == run.path.name
+        assert len(run.path.name) == 12
+    assert sorted(p.name for p in (tmp_path / "d").iterdir() if not p.name[0].isalnum()) == []
+
+
+def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_settings(tmp_path: Path) -> None:
+    """A checkpoint holds its settings; a change that left shards and plans equal must not prevent it."""
+    before = config_of(storage_root=str(tmp_path), batching={"num_buckets": 6}, data={"files": ["a"]})
+    after = config_of(
+        storage_root=str(tmp_path),
+        batching={"num_buckets": 3},
+        data={"files": ["b"]},
+        training={"max_draft_slots": 64},
+    )
+    run = runs.find_run(before, fields_of(before))
+    run.path.mkdir(parents=True)
+    runs.write_run(run, before, {}, total_steps=1, mlflow_run_id="m")
+    contents = json.loads((run.path / "run.json").read_text())
+    # A run.json from before this section existed.
+    del contents["config"]["regenerate"]
+    (run.path / "run.json").write_text(json.dumps(contents))
+    runs.write_run(run, after, {}, total_steps=1, mlflow_run_id="m")
+    written = from_dict(RunConfig, json.loads((run.path / "run.json").read_text())["config"])
+    assert written.batching.num_buckets == 6
+    assert written.data.files == ("a",)
+    assert written.training.max_draft_slots == 64
+    assert to_dict(written)["optimizer"] == to_dict(before)["optimizer"]

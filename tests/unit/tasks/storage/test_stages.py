@@ -1,0 +1,142 @@
+"""Keys, pointers and publication of stages, without Prefect's engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.storage import stages
+from tasks.storage.stages import Stage, read_complete
+
+INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
+
+
+def repeat(out: Path, *, text_digest: str, times: int, path: str) -> dict:
+    (out / "deep").mkdir()
+    (out / "deep" / "text").write_text(text_digest * times)
+    return {"length": len(text_digest) * times}
+
+
+def make(function=repeat, version: int = 1) -> Stage:
+    return Stage(function, name="repeat", version=version, locations=("path",))
+
+
+def produce(stage: Stage, root: Path, inputs: dict | None = None, refresh: bool = False) -> dict:
+    inputs = INPUTS if inputs is None else inputs
+    return stage.produce(str(root), inputs, key=stage.key(inputs), label="label", refresh=refresh, after=[])
+
+
+def test_key_holds_inputs_and_code_version_but_no_location() -> None:
+    key = make().key(INPUTS)
+    assert make().key({**INPUTS, "path": "elsewhere"}) == key
+    assert make().key({**INPUTS, "times": 3}) != key
+    assert make(version=2).key(INPUTS) != key
+
+
+def test_inputs_of_the_key_alone_are_not_passed(tmp_path: Path) -> None:
+    def write(out: Path, *, times: int) -> dict:
+        return {"times": times}
+
+    stage = Stage(write, name="repeat", version=1, key_only=("text_digest",))
+    assert produce(stage, tmp_path, {"times": 2, "text_digest": "d1"})["times"] == 2
+    assert stage.key({"times": 2, "text_digest": "d1"}) != stage.key({"times": 2, "text_digest": "d2"})
+    with pytest.raises(AssertionError, match="text_digest"):
+        stage.key({"times": 2})
+
+
+def test_outputs_appear_complete_under_their_key(tmp_path: Path) -> None:
+    stage = make()
+    pointer = produce(stage, tmp_path)
+    # The path is relative, since the root may move.
+    assert pointer["path"] == f"store/repeat/{stage.key(INPUTS)}"
+    assert pointer["files"] == ["deep/text"]
+    assert pointer["length"] == 4
+    directory = tmp_path / pointer["path"]
+    assert (directory / "deep" / "text").read_text() == "d1d1"
+    assert json.loads((directory / "pointer.json").read_text()) == pointer
+    assert read_complete(directory)
+    # No temporary directory is left.
+    assert [p.name for p in directory.parent.iterdir()] == [directory.name]
+
+
+def test_existing_outputs_are_used_and_missing_ones_are_made_again(tmp_path: Path) -> None:
+    calls = []
+
+    def counted(out: Path, **inputs) -> dict:
+        calls.append(inputs["times"])
+        return repeat(out, **inputs)
+
+    stage = make(counted)
+    first = produce(stage, tmp_path)
+    assert produce(stage, tmp_path) == first
+    assert calls == [2]
+    (tmp_path / first["path"] / "deep" / "text").unlink()
+    assert not read_complete(tmp_path / first["path"])
+    assert produce(stage, tmp_path) == first
+    assert calls == [2, 2]
+    assert read_complete(tmp_path / first["path"])
+    produce(stage, tmp_path, refresh=True)
+    assert calls == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shown, submitted", [(3, [0, 1, 2, 3]), (2, [3])])
+def test_many_that_are_up_to_date_are_read_without_a_task_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: int, submitted: list[int]
+) -> None:
+    """Of four calls the first three are up to date."""
+    stage, submissions = make(), []
+    calls = [{"label": str(i), "after": [], **INPUTS, "times": i} for i in range(4)]
+    inputs = [{**INPUTS, "times": i} for i in range(4)]
+    expected = [produce(stage, tmp_path, i) for i in inputs[:3]]
+
+    def submit(storage_root: Path, **call) -> SimpleNamespace:
+        submissions.append(call["times"])
+        return SimpleNamespace(result=lambda timeout: produce(stage, storage_root, inputs[call["times"]]))
+
+    monkeypatch.setattr(stage, "submit", submit)
+    monkeypatch.setattr(stages, "SHOWN_CACHED", shown)
+    monkeypatch.setattr(stages, "get_run_logger", lambda: logging.getLogger("test"))
+    pointers = stage.map(tmp_path, calls)
+    assert submissions == submitted
+    assert pointers[:3] == expected
+    assert pointers[3]["length"] == 6
+    submissions.clear()
+    stage.map(tmp_path, calls, refresh=True)
+    assert submissions == [0, 1, 2, 3]
+
+
+def test_a_failing_stage_leaves_nothing(tmp_path: Path) -> None:
+    def half(out: Path, **inputs) -> dict:
+        (out / "half").write_text("x")
+        raise RuntimeError("no disk")
+
+    with pytest.raises(RuntimeError, match="no disk"):
+        produce(make(half), tmp_path)
+    assert list((tmp_path / "store" / "repeat").iterdir()) == []
+
+
+def test_a_stage_killed_half_way_is_not_used_and_is_cleaned_up(tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[4])!r})
+from tests.unit.tasks.storage import test_stages as t
+from pathlib import Path
+def die(out, **inputs):
+    (out / "half").write_text("x")
+    os.kill(os.getpid(), 9)
+t.produce(t.make(die), Path({str(tmp_path)!r}))
+"""
+    killed = subprocess.run([sys.executable, "-c", script], env={**os.environ}, timeout=60)
+    assert killed.returncode == -9
+    # The temporary directory.
+    assert len(list((tmp_path / "store" / "repeat").iterdir())) == 1
+    assert not read_complete(make().directory(tmp_path, INPUTS))
+    pointer = produce(make(), tmp_path)
+    assert [p.name for p in (tmp_path / "store" / "repeat").iterdir()] == [Path(pointer["path"]).name]
