@@ -113,11 +113,11 @@ def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -
     except (OSError, SafetensorError) as error:
         raise UserError(f"{weights_path}: cannot be read ({error}); allowed: safetensors weights") from error
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if wrong := sorted(name for name in expected | found if expected.get(name) != found.get(name)):
+    stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if wrong := sorted(name for name in expected | stored if expected.get(name) != stored.get(name)):
         name = wrong[0]
         raise UserError(
-            f"{weights_path}: {name} is {found.get(name, 'missing')}; allowed by {CONFIG_FILE}: "
+            f"{weights_path}: {name} is {stored.get(name, 'missing')}; allowed by {CONFIG_FILE}: "
             f"{expected.get(name, 'no such tensor')} ({len(wrong)} tensors do not fit)"
         )
     drafter.load_state_dict(weights, assign=True)

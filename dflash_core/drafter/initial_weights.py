@@ -49,12 +49,12 @@ def stored_tensors(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """
     wanted = set(names)
     known = {name.partition(".")[2]: name for name in wanted} | {name: name for name in wanted}
-    found: dict[str, Tensor] = {}
+    read: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             stored = set(tensors.keys()) & known.keys()
-            found |= {known[key]: tensors.get_tensor(key) for key in sorted(stored)}
-    return found
+            read |= {known[key]: tensors.get_tensor(key) for key in sorted(stored)}
+    return read
 
 
 @torch.no_grad()

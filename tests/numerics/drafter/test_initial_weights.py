@@ -158,10 +158,10 @@ def test_layers_that_norm_elsewhere_keep_their_norm_in_front_of_the_mlp(tmp_path
     shape = drafter_shape(config, DrafterConfig(num_layers=1, block_size=4, mask_token_id=3), IDS)
     drafter = DFlashDrafter(shape)
     ours = {id(p): name for name, p in drafter.named_parameters()}
-    found = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}
-    assert "layers.0.self_attn.o_proj.weight" in found
-    assert "norm.weight" in found
-    assert not any("layernorm" in name for name in found)
+    copied = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}
+    assert "layers.0.self_attn.o_proj.weight" in copied
+    assert "norm.weight" in copied
+    assert not any("layernorm" in name for name in copied)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from dflash_core.target.materialise import fingerprint, materialise
 
 
 def test_a_directory_is_taken_as_it_is(tiny_target_dir: Path, tmp_path: Path) -> None:
-    made = materialise(str(tiny_target_dir), tmp_path / "target")
-    assert made.directory == tmp_path / "target"
-    assert made.fingerprint == fingerprint(tiny_target_dir) == fingerprint(made.directory)
+    written = materialise(str(tiny_target_dir), tmp_path / "target")
+    assert written.directory == tmp_path / "target"
+    assert written.fingerprint == fingerprint(tiny_target_dir) == fingerprint(written.directory)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target"]
 
 
@@ -30,15 +30,15 @@ def test_an_existing_directory_is_replaced_whole(tiny_target_dir: Path, tmp_path
 
 
 def test_the_fingerprint_follows_contents_alone(tiny_target_dir: Path, tmp_path: Path) -> None:
-    made = materialise(str(tiny_target_dir), tmp_path / "target")
+    written = materialise(str(tiny_target_dir), tmp_path / "target")
     config = tmp_path / "target" / "config.json"
     text = config.read_text()
     # The file may be a hard link: write a new one.
     config.unlink()
     config.write_text(text)
-    assert fingerprint(made.directory) == made.fingerprint
+    assert fingerprint(written.directory) == written.fingerprint
     config.write_text(text.replace("1e-06", "1e-05"))
-    assert fingerprint(made.directory) != made.fingerprint
+    assert fingerprint(written.directory) != written.fingerprint
 
 
 def test_a_checkpoint_without_safetensors_is_rewritten(tiny_target_dir: Path, tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_a_checkpoint_without_safetensors_is_rewritten(tiny_target_dir: Path, tm
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     torch.save(model.state_dict(), old / "pytorch_model.bin")
     (old / "model.safetensors").unlink()
-    made = materialise(str(old), tmp_path / "new")
-    assert (made.directory / "model.safetensors").is_file()
-    again = AutoModelForCausalLM.from_pretrained(made.directory)
+    written = materialise(str(old), tmp_path / "new")
+    assert (written.directory / "model.safetensors").is_file()
+    again = AutoModelForCausalLM.from_pretrained(written.directory)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
