@@ -49,9 +49,8 @@ def simulate(
     drafter_free = dict.fromkeys(layout.drafters, 0.0)
     target_free = dict.fromkeys(layout.targets, 0.0)
     link_free = dict.fromkeys({*layout.drafters, *layout.targets}, 0.0)
-    arrivals: dict[int, list[float]] = {
-        t: [] for t in layout.targets
-    }  # of each target's microbatches, in order
+    # Of each target's microbatches, in order.
+    arrivals: dict[int, list[float]] = {t: [] for t in layout.targets}
     requested: dict[int, list[float]] = {d: [] for d in layout.drafters}  # of each drafter's n-th microbatch
     counts = dict.fromkeys(layout.drafters, 0)
     busy_targets = busy_drafters = 0.0

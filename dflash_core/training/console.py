@@ -27,9 +27,8 @@ class Console:
     def __init__(self, total_steps: int, completed_steps: int, capture_end: int) -> None:
         self.total, self.first, self.capture_end = total_steps, completed_steps, capture_end
         self._last_line = 0.0
-        self._recent: deque[tuple[float, float]] = deque(
-            maxlen=RECENT_STEPS
-        )  # seconds with and without capture
+        # Seconds with and without capture.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():

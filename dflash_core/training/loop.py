@@ -166,9 +166,8 @@ class Trainer:
             except torch.OutOfMemoryError:
                 stop_reason = OUT_OF_MEMORY
                 break
-            except (
-                RuntimeError
-            ):  # a target rank that received the stop signal first has closed its connection
+            except RuntimeError:
+                # A target rank that received the stop signal first has closed its connection.
                 if not self.stop.wait(PEER_GRACE_SECONDS):
                     raise
                 stop_reason = STOP

@@ -60,9 +60,8 @@ def test_targets_share_an_uneven_remainder(schedule: Schedule) -> None:
     layout = make_layout(split(2, 1))
     steps = [list(assignments_of_step(layout, schedule, s)) for s in range(schedule.total_steps)]
     counts = np.bincount([a.target for step in steps for a in step], minlength=3)[1:]
-    uneven = sum(
-        len(step) % 2 for step in steps
-    )  # without the shift, target 1 would get one more in each of them
+    # Without the shift, target 1 would get one more in each of them.
+    uneven = sum(len(step) % 2 for step in steps)
     assert uneven > 2
     assert abs(int(counts[0]) - int(counts[1])) <= uneven // 2
     assert {step[0].target for step in steps} == {1, 2}

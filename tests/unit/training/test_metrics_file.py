@@ -45,9 +45,8 @@ def test_colocated_ranks_wait_for_no_other_role_and_may_overlap() -> None:
     layout = make_layout(TrainingConfig(num_drafter_ranks=2))
     spent = dict.fromkeys(SPENT, 0.0) | {"capture": 8.0, "train": 4.0}
     metrics = role_metrics(spent, layout, 5.0, 100)
-    assert metrics["perf/targets_busy"] + metrics["perf/drafters_busy"] == pytest.approx(
-        1.2
-    )  # a fifth overlaps
+    # A fifth overlaps.
+    assert metrics["perf/targets_busy"] + metrics["perf/drafters_busy"] == pytest.approx(1.2)
     assert "perf/target_wait_seconds" not in metrics
     assert "perf/inflight_microbatches" not in metrics
     cached = role_metrics(spent | {"capture": 0.0}, layout, 5.0, 100)
