@@ -61,7 +61,7 @@ class TargetConfig:
     name: str = "smollm2-135m-instruct"
     revision: str | None = None
     trust_remote_code: bool = False
-    # auto: bfloat16 where a probe finds it faster than float32
+    # auto: bfloat16 where the device has units for it
     compute_dtype: DType = execution_field("auto")
     # captured states are rounded to this; auto: the compute dtype
     feature_dtype: DType = "auto"

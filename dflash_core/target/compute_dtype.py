@@ -1,34 +1,48 @@
-"""The dtype in which a device computes, chosen by a measurement where no setting names one.
+"""The dtype in which a device computes where no setting names one.
 
-Policy: bfloat16 where the device multiplies matrices faster in it than in float32, else float32. On a CUDA
-device its capability decides. On CPU a probe decides: only some CPUs have bfloat16 units (AMX, AVX512-BF16),
-and on others bfloat16 is several times slower than float32.
+Policy: bfloat16 where the device has units for it, else float32. Only some CPUs have them (AMX and AVX512-BF16
+on x86, the bf16 extension on ARM); on others bfloat16 is several times slower than float32.
 
-Guarantee: one answer per device and process, printed together with its reason.
-
-Price: well under a second on CPU, once per process.
+Guarantee: the answer follows from what the device is, never from how busy it is, so that a run, its
+resumption and its comparisons agree. It is printed together with its reason.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 
 import torch
+
+# The names under which torch reports bfloat16 units of a CPU.
+BF16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 
 
 @functools.lru_cache(maxsize=4)
 def pick_compute_dtype(device: str = "cpu") -> torch.dtype:
-    """Return bfloat16 where this device is faster in it than in float32, and print the choice."""
+    """Return bfloat16 where this device has units for it, else float32, and print the choice."""
     if torch.device(device).type == "cuda":
-        chosen = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-        print(f"compute dtype: {dtype_name(chosen)} ({torch.cuda.get_device_name(device)})", flush=True)
-        return chosen
-    speed = {dtype: _matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    chosen = torch.bfloat16 if speed[torch.bfloat16] > 1.1 * speed[torch.float32] else torch.float32
-    figures = ", ".join(f"{dtype_name(dtype)} {value:.0f} GFLOP/s" for dtype, value in speed.items())
-    print(f"compute dtype: {dtype_name(chosen)} (probe on this CPU: {figures})", flush=True)
+        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
+        reason = torch.cuda.get_device_name(device)
+    else:
+        units = cpu_bf16_units()
+        has_units = bool(units)
+        reason = f"this CPU has {', '.join(units)}" if units else "this CPU has no bfloat16 units"
+    chosen = torch.bfloat16 if has_units else torch.float32
+    print(f"compute dtype: {dtype_name(chosen)} ({reason})", flush=True)
     return chosen
+
+
+def cpu_bf16_units() -> tuple[str, ...]:
+    """Return the bfloat16 units of this machine's CPU, by the names of `BF16_UNITS`."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        return tuple(name for name in BF16_UNITS if capabilities.get(name))
+    # torch before `get_capabilities` knows those of x86 only; AMX tiles without bfloat16 products do not exist.
+    known = (
+        ("amx_bf16", torch.cpu._is_amx_tile_supported()),
+        ("avx512_bf16", torch.cpu._is_avx512_bf16_supported()),
+    )
+    return tuple(name for name, has_it in known if has_it)
 
 
 def resolve_dtype(name: str | torch.dtype, device: str = "cpu") -> torch.dtype:
@@ -41,15 +55,3 @@ def resolve_dtype(name: str | torch.dtype, device: str = "cpu") -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype as settings and files have it: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
-
-
-def _matmul_gflops(dtype: torch.dtype, rows: int = 512, width: int = 768, seconds: float = 0.2) -> float:
-    """Return the best speed of the matrix products that fit into `seconds`."""
-    x, w = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-    torch.nn.functional.linear(x, w)
-    best, begin = float("inf"), time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, w)
-        best = min(best, time.perf_counter() - start)
-    return 2 * rows * width * width / best / 1e9
