@@ -126,12 +126,12 @@ def check_compatible(path: Path, state: State, facts: dict[str, Any]) -> None:
 def pick_dtypes(run: RunSpec, world: World, state: State | None) -> dict[str, torch.dtype]:
     """Return compute dtypes of `target` and `drafter` and the `feature` dtype, stable over resumes.
 
-    "auto" is decided by a probe once in the life of a run (the caller broadcasts rank 0's choice): another
-    outcome later would change the results.
+    "auto" is resolved once in the life of a run, for rank 0's device (the caller broadcasts): another outcome
+    later would change the results.
 
     Args:
         run: its settings.
-        world: its device is probed.
+        world: its device decides.
         state: of the checkpoint to resume from, or None for a new run.
     """
     config = run.config
