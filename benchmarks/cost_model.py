@@ -22,8 +22,8 @@ import numpy as np
 from dflash_core.anchors import draft_slots
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.strategies import STRATEGIES
-from dflash_core.training.calibrate import Meter, calibrate, work_of
-from dflash_core.training.run import Run
+from dflash_core.training.calibrate import Meter, fit_cost_model, work_of
+from dflash_core.training.run import RunSpec
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, help="of each strategy; default: all of the epoch")
     parser.add_argument("--rounds", type=int, default=1, help="how often each is timed; the mean counts")
     args = parser.parse_args()
-    run = Run.load(args.run / "run.json")
+    run = RunSpec.load(args.run / "run.json")
     meter, config = Meter(run), run.config
     rows = meter.store.train_indices
     lengths = meter.store.lengths[rows]
@@ -62,7 +62,7 @@ def main() -> None:
         key=lambda turn: turn[0],
     )
     between = [microbatch for _, _, microbatch in turns]
-    found, seconds = calibrate(
+    found, seconds = fit_cost_model(
         meter,
         between,
         lambda done, total: print(f"{done}/{total} microbatches", end="\r", flush=True),

@@ -1,16 +1,17 @@
-"""What a change of the training recipe gives: variations of one run, trained on the same captured states.
+"""Effect of changes to the training recipe: variations of one run, trained on the same captured states.
 
     python -m flows.train_dflash quickstart                                  # once: data, plans and run.json
-    python -m benchmarks.recipes runs/quickstart/latest                      # every variation
-    python -m benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300
-    python -m benchmarks.recipes runs/quickstart/latest decay "block of 8 + 8 anchors"        # both changes at once
+    python -m benchmarks.recipes runs/quickstart/latest                      # every variation python -m
+    benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300 python -m benchmarks.recipes
+    runs/quickstart/latest decay "block of 8 + 8 anchors"        # both changes at once
 
-Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with first
+Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with initial
 weights and anchors of the seed. It is measured on the run's validation samples with every eligible position
 as an anchor: simulated acceptance length (1 + leading slots that are the target's own argmax) and loss, both
-with the same weights and labels for all, so that columns compare (the loss not between block sizes). The 95%
-interval draws samples (percentile bootstrap, means over the seeds); the difference to the first variation is
-paired by sample. What seeds do to training is not in the interval: their figures stand beside it.
+with the same weights and labels for all, so that columns are comparable (the loss not between block sizes).
+The 95% interval draws samples (percentile bootstrap, means over the seeds); the difference to the first
+variation is paired by sample. The interval does not include the variation between seeds: the figures of each
+seed are printed next to it.
 
 States are captured once into DIR (--captures), a few minutes on two cores; a variation of 300 steps of the
 quickstart takes about two. Prints a table, then one line of JSON.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,20 +35,21 @@ from dflash_core.dataflow.capture_cache import make_capture
 from dflash_core.dataflow.schedule import Schedule, build_microbatch, validation_rows
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.initial_weights import start_from_target
-from dflash_core.microbatch import FeatureSpec
+from dflash_core.microbatch import Features, FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
 from dflash_core.target.capture import Capture, TargetCapture
 from dflash_core.target.compute_dtype import resolve_dtype
+from dflash_core.target.materialise import fingerprint
 from dflash_core.target.target import Target
-from dflash_core.training import run as setup
 from dflash_core.training.optim import Gradients, build_optimizer, learning_rate
+from dflash_core.training.run import RunSpec, layer_ids, load_target_config
 
 RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Variation:
-    """What differs from the run's own settings."""
+    """Changes to the run's own settings."""
 
     objective: dict[str, Any] = field(default_factory=dict)
     drafter: dict[str, Any] = field(default_factory=dict)
@@ -73,26 +76,27 @@ VARIATIONS = {
 
 
 def variation_of(name: str) -> Variation:
-    """One of `VARIATIONS`, or several joined by " + "; a later one wins."""
+    """Return one of `VARIATIONS`, or several joined by " + "; a later one wins."""
     parts = [VARIATIONS[part] for part in name.split(" + ")]
     changes = {
         key: {k: v for part in parts for k, v in getattr(part, key).items()}
         for key in ("objective", "drafter", "optimizer")
     }
-    kept = [part.first_weights for part in parts if part.first_weights != "random"]
-    return Variation(**changes, first_weights=kept[-1] if kept else "random")
+    first_weights = [part.first_weights for part in parts if part.first_weights != "random"]
+    return Variation(**changes, first_weights=first_weights[-1] if first_weights else "random")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all variations share."""
+    """Data and models that all variations share."""
 
-    run: setup.Run
+    run: RunSpec
     schedule: Schedule
     target: Target
     ends: TargetEnds
     capture: Capture
-    validation: list[Any]  # (microbatch, features), one sample each, every eligible position an anchor
+    # (microbatch, features), one sample each, every eligible position an anchor
+    validation: list[tuple[Microbatch, Features]]
     steps: int
 
     def loss_settings(self, objective: ObjectiveConfig) -> LossSettings:
@@ -102,12 +106,12 @@ class Bench:
         return LossSettings(self.ends, objective, mask_token_id, slots, self.target.device)
 
 
-def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
-    """Capture (or find) the states of all samples; labels and last hidden states for every objective."""
+def prepare(run: RunSpec, captures: Path, steps: int | None) -> Bench:
+    """Capture (or find) the states of all samples, with labels and last hidden states for every objective."""
     config = run.config
     schedule = Schedule(run.open_store(), run.plans, steps)
-    target_config = setup.load_target_config(run)
-    ids = setup.layer_ids(run, target_config)
+    target_config = load_target_config(run)
+    ids = layer_ids(run, target_config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compute = resolve_dtype(config.target.compute_dtype, device)
     feature = compute if config.target.feature_dtype == "auto" else resolve_dtype(config.target.feature_dtype)
@@ -118,8 +122,8 @@ def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
     width = target_config.get_text_config().hidden_size
     spec = FeatureSpec.of(objective, layers=len(ids), width=width, feature_dtype=feature, compute=compute)
     on_disk = replace(config.target, cache="disk")
-    fingerprint = setup.fingerprint(run.target)
-    capture, line = make_capture(target, on_disk, objective, schedule, spec, captures, fingerprint)
+    digest = fingerprint(run.target)
+    capture, line = make_capture(target, on_disk, objective, schedule, spec, captures, digest)
     print(line, flush=True)
     alone = TargetCapture(target, objective)
     validation = []
@@ -134,7 +138,7 @@ def prepare(run: setup.Run, captures: Path, steps: int | None) -> Bench:
 
 
 def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
-    """One drafter from its first weights to the end of the schedule."""
+    """Train one drafter from its initial weights to the end of the schedule."""
     config, schedule = bench.run.config, bench.schedule
     objective = replace(config.objective, **variation.objective)
     optimizer_config = replace(config.optimizer, **variation.optimizer)
@@ -167,8 +171,12 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
 
 
 def measure(bench: Bench, drafter: DFlashDrafter) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted slots, blocks, weighted loss and weight of each validation sample [n, 4]; correct and
-    supervised slots by position [2, K]."""
+    """Measure a drafter on the validation samples.
+
+    Returns:
+        [n, 4]: accepted slots, blocks, weighted loss and weight of each sample; [2, K]: correct and
+        supervised slots by position.
+    """
     objective = ObjectiveConfig(labels="target", stop_at_disagreement=True)
     loss_settings, parts = bench.loss_settings(objective), []
     for microbatch, features in bench.validation:
@@ -180,11 +188,12 @@ def measure(bench: Bench, drafter: DFlashDrafter) -> tuple[np.ndarray, np.ndarra
 
 
 def interval(values: np.ndarray) -> list[float]:
-    """2.5% and 97.5% quantiles."""
+    """Return the 2.5% and 97.5% quantiles."""
     return [float(x) for x in np.quantile(values, [0.025, 0.975])]
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's arguments; unknown variations end the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,22 +203,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="instead of all of the run's")
     parser.add_argument("--captures", type=Path, default=None, help="default: the run's own place for states")
     args = parser.parse_args()
-    names = args.names or list(VARIATIONS)
-    if unknown := [part for name in names for part in name.split(" + ") if part not in VARIATIONS]:
-        parser.error(f"{unknown[0]!r} is no variation; allowed: {', '.join(VARIATIONS)}")
-    run = setup.Run.load(args.run / "run.json")
-    bench = prepare(run, args.captures or run.cache, args.steps)
-    weights = np.random.default_rng(0).multinomial(
-        len(bench.validation), np.full(len(bench.validation), 1 / len(bench.validation)), size=RESAMPLES
-    )
-    print(f"{bench.steps} steps, {len(bench.validation)} validation samples, {args.seeds} seed(s)")
-    print(f"{'':<46}{'acceptance':>11} {'95% interval':<18}{'to first':>9} {'95% interval':<20}{'loss':>7}"
-          f"{'s/step':>8}  by seed")  # fmt: skip
-    results: list[dict[str, Any]] = []
+    args.names = args.names or list(VARIATIONS)
+    if unknown := [part for name in args.names for part in name.split(" + ") if part not in VARIATIONS]:
+        parser.error(f"{unknown[0]!r} is not a variation; allowed: {', '.join(VARIATIONS)}")
+    return args
+
+
+def compare(bench: Bench, names: list[str], num_seeds: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each variation, with the interval of its difference to the first one."""
+    num_samples = len(bench.validation)
+    uniform = np.full(num_samples, 1 / num_samples)
+    weights = np.random.default_rng(0).multinomial(num_samples, uniform, size=RESAMPLES)
     first = None
     for name in names:
         seconds, runs, correct = 0.0, [], np.zeros(())
-        for seed in range(args.seeds):
+        for seed in range(num_seeds):
             started = time.monotonic()
             drafter = train(bench, variation_of(name), seed)
             seconds += time.monotonic() - started
@@ -219,27 +227,41 @@ def main() -> None:
         mean = np.mean(runs, axis=0)
         accepted = 1 + weights @ mean[:, 0] / (weights @ mean[:, 1])
         first = accepted if first is None else first
-        by_seed = [1 + float(r[:, 0].sum() / r[:, 1].sum()) for r in runs]
-        result = {
+        yield {
             "variation": name,
             "acceptance_length": 1 + float(mean[:, 0].sum() / mean[:, 1].sum()),
             "interval": interval(accepted),
             "difference_interval": interval(accepted - first),
             "loss": float(mean[:, 2].sum() / mean[:, 3].sum()),
             "accuracy_by_position": (correct[0] / np.maximum(correct[1], 1))[1:].round(4).tolist(),
-            "seconds_per_step": seconds / bench.steps / args.seeds,
-            "by_seed": by_seed,
+            "seconds_per_step": seconds / bench.steps / num_seeds,
+            "by_seed": [1 + float(r[:, 0].sum() / r[:, 1].sum()) for r in runs],
         }
+
+
+def table_row(result: dict[str, Any], first: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    difference = result["acceptance_length"] - first["acceptance_length"]
+    low, high = result["difference_interval"]
+    return (
+        f"{result['variation']:<46}{result['acceptance_length']:>11.4f} "
+        f"{'{:.4f} to {:.4f}'.format(*result['interval']):<18}{difference:>+9.4f} "
+        f"{f'{low:+.4f} to {high:+.4f}':<20}{result['loss']:>7.3f}{result['seconds_per_step']:>8.2f}  "
+        f"{' '.join(f'{x:.4f}' for x in result['by_seed'])}"
+    )
+
+
+def main() -> None:
+    args = parse_arguments()
+    run = RunSpec.load(args.run / "run.json")
+    bench = prepare(run, args.captures or run.cache, args.steps)
+    print(f"{bench.steps} steps, {len(bench.validation)} validation samples, {args.seeds} seed(s)")
+    columns = f"{'':<46}{'acceptance':>11} {'95% interval':<18}{'to first':>9} {'95% interval':<20}"
+    print(f"{columns}{'loss':>7}{'s/step':>8}  by seed")
+    results: list[dict[str, Any]] = []
+    for result in compare(bench, args.names, args.seeds):
         results.append(result)
-        difference = result["acceptance_length"] - results[0]["acceptance_length"]
-        low, high = result["difference_interval"]
-        print(
-            f"{name:<46}{result['acceptance_length']:>11.4f} "
-            f"{'{:.4f} to {:.4f}'.format(*result['interval']):<18}{difference:>+9.4f} "
-            f"{f'{low:+.4f} to {high:+.4f}':<20}{result['loss']:>7.3f}{result['seconds_per_step']:>8.2f}  "
-            f"{' '.join(f'{x:.4f}' for x in by_seed)}",
-            flush=True,
-        )
+        print(table_row(result, results[0]), flush=True)
     print(json.dumps({"run": run.run_key, "steps": bench.steps, "seeds": args.seeds, "results": results}))
 
 

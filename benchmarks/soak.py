@@ -1,13 +1,13 @@
-"""Kills at random moments, and a run that ends as if nothing had happened.
+"""Kills at random moments: the run still ends with the losses and weights of an undisturbed one.
 
-    python benchmarks/soak.py                  # 30 kills of a split run of 1 target and 1 drafter rank
-    python benchmarks/soak.py --kills 5 --seed 3
-    python benchmarks/soak.py --directory DIR --minutes 9      # pauses; the same command goes on
+    python -m benchmarks.soak                  # 30 kills of a split run of 1 target and 1 drafter rank
+    python -m benchmarks.soak --kills 5 --seed 3
+    python -m benchmarks.soak --directory DIR --minutes 9      # pauses; the same command continues
 
-Claim: whatever dies and when (a target rank, a drafter rank, torchrun, by SIGKILL or SIGTERM), no process is
-left, the next launch goes on by itself, and losses and exported weights equal those of an undisturbed run bit
-for bit. Moments are drawn over the whole life of a launch: imports, loading, steps, saving. Prints a table,
-then one line of JSON.
+Claim: whichever process dies and when (a target rank, a drafter rank, torchrun, by SIGKILL or SIGTERM), no
+process is left, the next launch resumes by itself, and losses and exported weights equal those of an
+undisturbed run bit for bit. Moments are drawn over the whole life of a launch: imports, loading, steps,
+saving. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import psutil  # noqa: E402
-
-from benchmarks.support.tiny_target import make_tiny_target  # noqa: E402
-from dflash_core.launch.launcher import TrainingFailed, launch  # noqa: E402
-from dflash_core.launch.rank_status import read_records  # noqa: E402
-from tests.training_run import assert_nothing_left, losses, weights, write_run  # noqa: E402
+from benchmarks.support.tiny_run import assert_nothing_left, losses, weights, write_run
+from benchmarks.support.tiny_target import make_tiny_target
+from dflash_core.launch.launcher import TrainingFailed, launch
+from dflash_core.launch.rank_status import read_records
 
 SETTINGS = {
     "training": {
@@ -48,7 +45,7 @@ SETTINGS = {
 
 
 def strike(run_dir: Path, seconds: float, victim: str, number: signal.Signals, done: threading.Event) -> None:
-    """After `seconds`, kill what is there of the victim; of a launch that has no ranks yet, torchrun."""
+    """After `seconds`, kill the victim's processes; torchrun if the launch has no ranks yet."""
     if done.wait(seconds):
         return
     torchrun = [
@@ -70,15 +67,15 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 class Soak:
-    """A run that is struck again and again; what is known of it lies in its directory, so it can go on later."""
+    """A run that is killed again and again; its directory holds the progress, so it can continue later."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self.root, self.seed = root, seed
         self.target = root / "target"
         self.notes = root / "soak.json"
-        self.known: dict[str, Any] = {"kills": 0, "launches": 0, "rounds": 0}
+        self.progress: dict[str, Any] = {"kills": 0, "launches": 0, "rounds": 0}
         if self.notes.exists():
-            self.known = json.loads(self.notes.read_text())
+            self.progress = json.loads(self.notes.read_text())
             return
         make_tiny_target(self.target)
         whole, config = write_run(root, self.target, SETTINGS, name="whole")
@@ -87,15 +84,15 @@ class Soak:
         self.note(seconds=time.monotonic() - started)
 
     def note(self, **values: Any) -> None:
-        self.known |= values
-        self.notes.write_text(json.dumps(self.known))
+        self.progress |= values
+        self.notes.write_text(json.dumps(self.progress))
 
     def launch(self, strikes: bool) -> str:
-        """One launch, struck at a random moment or not; returns how it ended."""
-        rng = random.Random(f"{self.seed} {self.known['launches']}")
+        """Launch once, with a kill at a random moment or without; return the way it ended."""
+        rng = random.Random(f"{self.seed} {self.progress['launches']}")
         run_dir, config = write_run(self.root, self.target, SETTINGS, name=self.name)
         done = threading.Event()
-        seconds = rng.uniform(0.2, 1.0) * self.known["seconds"]
+        seconds = rng.uniform(0.2, 1.0) * self.progress["seconds"]
         victim = rng.choice(["target", "drafter", "torchrun"])
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
         if strikes:
@@ -107,23 +104,23 @@ class Soak:
             ended = "finished"
         except TrainingFailed as failure:
             ended = str(failure)
-            self.note(kills=self.known["kills"] + 1)
+            self.note(kills=self.progress["kills"] + 1)
         done.set()
         assert_nothing_left(run_dir)
-        self.note(launches=self.known["launches"] + 1)
+        self.note(launches=self.progress["launches"] + 1)
         words = f"{victim:<10}{number.name:<10}{seconds:>8.1f}" if strikes else f"{'-':<10}{'-':<10}{'-':>8}"
-        print(f"{self.known['launches']:>6}  {words}  {ended[:110]}", flush=True)
+        print(f"{self.progress['launches']:>6}  {words}  {ended[:110]}", flush=True)
         return ended
 
     @property
     def name(self) -> str:
-        return f"struck-{self.known['rounds']}"
+        return f"killed-{self.progress['rounds']}"
 
     def is_identical(self) -> bool:
-        """Losses and weights of the struck run against those of the undisturbed one."""
-        struck, whole = self.root / self.name, self.root / "whole"
-        ours, theirs = weights(struck), weights(whole)
-        return losses(struck) == losses(whole) and all(np.array_equal(ours[n], theirs[n]) for n in theirs)
+        """Compare losses and weights of the killed run with those of the undisturbed one."""
+        killed, whole = self.root / self.name, self.root / "whole"
+        ours, theirs = weights(killed), weights(whole)
+        return losses(killed) == losses(whole) and all(np.array_equal(ours[n], theirs[n]) for n in theirs)
 
 
 def main() -> None:
@@ -132,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, help="keep everything here, and go on with what is there")
+    parser.add_argument("--directory", type=Path, help="keep everything here, and continue an earlier soak")
     parser.add_argument("--minutes", type=float, default=1e9, help="pause after so long; needs --directory")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -143,16 +140,16 @@ def main() -> None:
         soak = Soak(root, arguments.seed)
         print(f"{'launch':>6}  {'victim':<10}{'signal':<10}{'after s':>8}  how the launch ended")
         ended = ""
-        while ended != "finished" or soak.known["kills"] < arguments.kills:
+        while ended != "finished" or soak.progress["kills"] < arguments.kills:
             if time.monotonic() > pause:
-                print(f"{soak.known['kills']} kills so far; the same command goes on")
+                print(f"{soak.progress['kills']} kills so far; the same command continues")
                 return
-            if ended == "finished":  # too fast for its strikes: once more from the start
+            if ended == "finished":  # finished before enough kills: once more from the start
                 assert soak.is_identical(), "a finished run differs"
-                soak.note(rounds=soak.known["rounds"] + 1)
-            ended = soak.launch(strikes=soak.known["kills"] < arguments.kills)
+                soak.note(rounds=soak.progress["rounds"] + 1)
+            ended = soak.launch(strikes=soak.progress["kills"] < arguments.kills)
         identical = soak.is_identical()
-        kills, launches = soak.known["kills"], soak.known["launches"]
+        kills, launches = soak.progress["kills"], soak.progress["launches"]
         print(f"{kills} kills in {launches} launches; losses and weights identical: {identical}")
         print(json.dumps({"kills": kills, "launches": launches, "identical": identical}))
         sys.exit(0 if identical else 1)

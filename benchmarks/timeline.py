@@ -1,9 +1,8 @@
-"""A run on paper: the real assignments of a plan, with given seconds for each piece of work, step by step in
-time.
+"""Simulated timeline of a run: a plan's real assignments with a given duration per piece of work.
 
-It follows `transfer.py` and `loop.py`: a target captures in order, sends at most `max_inflight` microbatches
-that were not taken, a drafter posts as many receives, trains in order, and all drafters meet at the end of a
-step.
+It follows `transfer.py` and `loop.py`: a target captures in order and has at most `max_inflight` microbatches
+sent and not yet received, a drafter posts as many receives and trains in order, and all drafters meet at the
+end of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What came out of it. Busy shares are of the whole time, over the ranks of a role."""
+    """Result of a simulation; a busy share is that of the whole time, over the ranks of a role."""
 
     step_ends: list[float]  # seconds from the start
     target_busy: float
@@ -42,16 +41,17 @@ class Timeline:
 def simulate(
     layout: Layout, schedule: Schedule, rates: Rates, *, steps: range, max_inflight: int
 ) -> Timeline:
-    """Time of `steps`.
+    """Return the timeline of `steps`.
 
-    Every time needed by a microbatch belongs to an earlier one in plan order, so one pass in that order is
-    exact: no event queue.
+    Each time that a microbatch depends on belongs to an earlier one in plan order, so one pass in that order
+    is exact, without an event queue.
     """
     drafter_free = dict.fromkeys(layout.drafters, 0.0)
     target_free = dict.fromkeys(layout.targets, 0.0)
     link_free = dict.fromkeys({*layout.drafters, *layout.targets}, 0.0)
-    arrivals: dict[int, list[float]] = {t: [] for t in layout.targets}  # of what each target sent, in order
-    asked: dict[int, list[float]] = {d: [] for d in layout.drafters}  # when each drafter asked for its n-th
+    # Of each target's microbatches, in order.
+    arrivals: dict[int, list[float]] = {t: [] for t in layout.targets}
+    requested: dict[int, list[float]] = {d: [] for d in layout.drafters}  # of each drafter's n-th microbatch
     counts = dict.fromkeys(layout.drafters, 0)
     busy_targets = busy_drafters = 0.0
     ends = []
@@ -66,10 +66,10 @@ def simulate(
             if len(arrivals[a.target]) >= max_inflight:
                 sent = max(sent, arrivals[a.target][-max_inflight])
             target_free[a.target] = sent
-            # Asking for its n-th microbatch, a drafter posts receives up to n + max_inflight - 1.
-            asked[a.drafter].append(drafter_free[a.drafter])
+            # With the request for its n-th microbatch a drafter posts receives up to n + max_inflight - 1.
+            requested[a.drafter].append(drafter_free[a.drafter])
             n = counts[a.drafter] - (max_inflight - 1)
-            posted = asked[a.drafter][n] if n > 0 else 0.0
+            posted = requested[a.drafter][n] if n > 0 else 0.0
             arrival = max(sent, posted, link_free[a.target], link_free[a.drafter]) + rates.transfer(a)
             link_free[a.target] = link_free[a.drafter] = arrival
             arrivals[a.target].append(arrival)
@@ -78,9 +78,9 @@ def simulate(
         end = max(drafter_free.values()) + rates.step
         drafter_free = dict.fromkeys(drafter_free, end)
         ends.append(end)
-    whole = ends[-1]
+    seconds = ends[-1]
     return Timeline(
         ends,
-        busy_targets / (whole * len(layout.targets)),
-        busy_drafters / (whole * len(layout.drafters)),
+        busy_targets / (seconds * len(layout.targets)),
+        busy_drafters / (seconds * len(layout.drafters)),
     )

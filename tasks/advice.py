@@ -61,12 +61,11 @@ def calibrate(out: Path, *, settings: dict[str, Any], where: dict[str, Any]) -> 
     """Write calibration.json: measured seconds of a few microbatches, and the constants of the cost model."""
     from transformers.utils.logging import disable_progress_bar
 
-    from dflash_core.training.calibrate import Meter
-    from dflash_core.training.calibrate import calibrate as measure
-    from dflash_core.training.run import Run
+    from dflash_core.training.calibrate import Meter, fit_cost_model
+    from dflash_core.training.run import RunSpec
 
     disable_progress_bar()
-    run = Run(
+    run = RunSpec(
         directory=out,
         config=from_dict(RunConfig, {**where["config"], **settings}),
         run_key="",
@@ -77,7 +76,7 @@ def calibrate(out: Path, *, settings: dict[str, Any], where: dict[str, Any]) -> 
         total_steps=None,
         mlflow_run_id=None,
     )
-    calibration, _ = measure(Meter(run), on_progress=_show_progress)
+    calibration, _ = fit_cost_model(Meter(run), on_progress=_show_progress)
     constants = asdict(calibration.model)
     measured = {
         "capture_seconds": calibration.capture_seconds.tolist(),

@@ -14,8 +14,12 @@ from benchmarks.support.tiny_target import make_tiny_target
 
 ROOT = Path(__file__).parent.parent
 
-# These share one process from which ranks are forked (tests/ranks.py): ten seconds of imports, once.
-RANKS = {"test_training_faults", "test_training_resume", "test_training_sameness"}
+# These share one process that forks ranks (benchmarks/support/ranks.py): ten seconds of imports, once.
+RANKS = {
+    "faults/training/test_rank.py",
+    "integration/training/test_checkpoint.py",
+    "numerics/training/test_loop.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -29,8 +33,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.split("::")[0])
-            return "ranks" if file.stem in RANKS else str(file)
+            file = nodeid.split("::")[0]
+            return "ranks" if file.removeprefix("tests/") in RANKS else file
 
     return Files(config, log)
 
@@ -66,3 +70,9 @@ def one_thread() -> Iterator[None]:
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 4 layers with tokenizer and chat template, see `make_tiny_target`. Read only."""
     return make_tiny_target(tmp_path_factory.mktemp("tiny-target"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A directory for the runs of one test file."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])

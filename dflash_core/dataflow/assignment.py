@@ -1,4 +1,8 @@
-"""TODO."""
+"""Assignment of microbatches to ranks: which target rank captures one, which drafter rank trains on it.
+
+A pure function of the plan, the step and the layout, so all ranks derive it without communication, and each
+pair of ranks exchanges its microbatches in plan order. The steps are the same at any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from dflash_core.launch.layout import Layout
 
 @dataclass(frozen=True)
 class Assignment:
-    """One microbatch of a run: where it stands in it, who captures it and who trains on it (global ranks)."""
+    """One microbatch of a run: its place in the run, and the global ranks that capture it and train on it."""
 
     step: int  # 0-based, over all epochs
     slot: int  # ordinal among the drafter's microbatches of the step
@@ -23,10 +27,9 @@ class Assignment:
 
 
 def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterator[Assignment]:
-    """All microbatches of a step in the order in which they are captured and trained on; idle places are left
-    out.
+    """Yield the microbatches of a step in the order of capture and training, idle places left out.
 
-    Within an island microbatch number i of a step (over slots, then drafters) goes to target (step + i) mod
+    Within an island, microbatch number i of a step (over slots, then drafters) goes to target (step + i) mod
     T: the shift by the step spreads an uneven remainder. With 1 drafter and 2 targets, three microbatches of
     step 0 are captured by targets 0, 1, 0 and those of step 1 by targets 1, 0, 1.
     """
@@ -44,7 +47,7 @@ def assignments_of_step(layout: Layout, schedule: Schedule, step: int) -> Iterat
 
 
 def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignment]:
-    """Validation microbatches, dealt in turn to the drafters; before all steps."""
+    """Yield the validation microbatches, assigned to the drafters in turn; they come before all steps."""
     islands = {rank: island for island in layout.islands for rank in island[0]}
     for group in range(num_groups):
         rank = layout.drafters[group % len(layout.drafters)]
@@ -55,9 +58,7 @@ def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignme
 def assignments_of_rank(
     layout: Layout, schedule: Schedule, rank: int, *, num_validation_groups: int, first_step: int
 ) -> Iterator[Assignment]:
-    """What a rank captures (a target) or trains on (a drafter; both when colocated): validation, then all
-    steps.
-    """
+    """Yield the microbatches that a rank captures or trains on: validation, then all steps."""
     role = "drafter" if rank in layout.drafters else "target"
     steps = (assignments_of_step(layout, schedule, s) for s in range(first_step, schedule.total_steps))
     for assignments in itertools.chain([validation_assignments(layout, num_validation_groups)], steps):

@@ -1,8 +1,8 @@
 """Seconds of work by kind, as the device spends them.
 
-On a CPU a piece of work is over when its call returns. On CUDA the call only queues it, so a pair of events is put
-around it on the current stream, and read when the device has passed both: seconds of two streams that overlap are
-counted in full for each, which is how overlap shows.
+On a CPU a piece of work is over when its call returns. On CUDA the call only queues it, so a pair of events
+is put around it on the current stream, and read once the device has passed both. Seconds of two streams that
+overlap are counted in full for each: their sum then exceeds the wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def time(self, kind: str) -> Iterator[None]:
-        """Around one piece of work on the current stream."""
+        """Measure the body: one piece of work on the current stream."""
         if not self._on_cuda:
             started = time.monotonic()
             yield
@@ -38,11 +38,11 @@ class DeviceClock:
         self._pending.append((kind, begin, end))
 
     def add(self, kind: str, seconds: float) -> None:
-        """What was measured elsewhere, by the host or on another rank."""
+        """Add seconds measured elsewhere, by the host or on another rank."""
         self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds of the work that is over and was not taken yet; never waits for the device."""
+        """Return the seconds of completed work since the last call; never wait for the device."""
         for _ in range(len(self._pending)):
             kind, begin, end = self._pending.popleft()
             if end.query():

@@ -1,10 +1,12 @@
-"""TODO."""
+"""Microbatches built ahead of their use by one thread, so that reading the store overlaps training.
+
+Order is that of the assignments, and at most `depth` finished microbatches wait in memory.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -14,15 +16,14 @@ Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Iterates over `make(a)` for each assignment, prepared by a thread at most `depth` ahead.
+    """Iterator over (assignment, make(assignment)), prepared by a thread at most `depth` ahead.
 
-    `wait_seconds` sums the time in which the consumer had to wait. An error in the thread is raised here.
+    An error in the thread is raised by `next`.
     """
 
     def __init__(
         self, assignments: Iterator[Assignment], make: Callable[[Assignment], Item], depth: int
     ) -> None:
-        self.wait_seconds = 0.0
         self._queue: queue.Queue[tuple[Assignment, Item] | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(assignments, make), daemon=True, name="feed")
@@ -50,9 +51,7 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> tuple[Assignment, Item]:
-        started = time.monotonic()
         entry = self._queue.get()
-        self.wait_seconds += time.monotonic() - started
         if entry is None:
             raise StopIteration
         if isinstance(entry, BaseException):
@@ -60,6 +59,6 @@ class Prefetcher(Generic[Item]):
         return entry
 
     def close(self) -> None:
-        """Stop the thread; what it prepared is dropped."""
+        """Stop the thread and drop the prepared items."""
         self._closed.set()
         self._thread.join(timeout=5)

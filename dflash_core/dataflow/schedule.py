@@ -1,7 +1,12 @@
-"""From batch plans to microbatches: which samples, which tokens, which anchors, prepared ahead by one thread.
+"""First stage of the dataflow: from batch plans and token store to microbatches.
 
-Everything here follows from the plans, the store, the seed and the epoch. There is no state to save: a run
-that resumes at step s asks for the microbatches from step s on.
+The path of the data: `schedule` knows the samples of every microbatch and reads their tokens and anchors;
+`assignment` gives each microbatch of a step to the rank that captures it and the rank that trains on it;
+`prefetch` builds a rank's microbatches ahead in a thread; `capture_cache` keeps captured states between
+epochs; `transfer` captures on the same rank, or sends and receives states; `device_clock` measures the work.
+
+Everything here is a function of the plans, the store, the seed and the epoch. There is no state to save: a
+run that resumes at step s asks for the microbatches from step s on.
 
 Shape letters: T packed tokens, A anchors, n samples of a microbatch.
 """
@@ -21,14 +26,14 @@ from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
 from dflash_core.microbatch import Microbatch
 
-VALIDATION_STEP = -1  # stands in assignments for what belongs to no step
-VALIDATION_EPOCH = 0  # anchors of validation samples never change; training never draws for these samples
+VALIDATION_STEP = -1  # the step of assignments of validation
+VALIDATION_EPOCH = 0  # validation anchors never change; training never draws anchors for these samples
 
 
 def build_microbatch(
     store: TokenStore, rows: NDArray[np.int32], width: int, *, num_anchors: int, seed: int, epoch: int
 ) -> Microbatch:
-    """Tokens and anchors of the samples `rows` of the store, in that order."""
+    """Build the microbatch of the samples `rows` of the store, in that order (width 0: packed)."""
     token_ids, loss_mask, cu_seqlens = store.gather(rows)
     anchors, owner = [], []
     for i, row in enumerate(rows):
@@ -54,7 +59,16 @@ def build_microbatch(
 
 
 class Schedule:
-    """The plans of all epochs as one sequence of steps; an epoch's plan is read when it is first needed."""
+    """The plans of all epochs as one sequence of steps; at most two plans are in memory at a time.
+
+    Args:
+        store: the samples.
+        plan_paths: one file per epoch.
+        max_steps: end of the run before the end of the plans, or None.
+
+    Raises:
+        UserError: a plan is missing or belongs to other shards, or there is no step to train.
+    """
 
     def __init__(self, store: TokenStore, plan_paths: Sequence[Path], max_steps: int | None) -> None:
         self.store, self.paths = store, [Path(p) for p in plan_paths]
@@ -65,10 +79,10 @@ class Schedule:
             plan = self.plan(epoch)
             self.first_step.append(self.first_step[-1] + plan.num_steps)
             self.digests.append(plan.digest)
-            if len(plan.order) and int(plan.order.max()) >= len(store.train_indices):
+            num_planned = int(plan.order.max()) + 1 if len(plan.order) else 0
+            if num_planned > len(store.train_indices):
                 raise UserError(
-                    f"{self.paths[epoch]}: plan of {int(plan.order.max()) + 1} or more samples, the shards "
-                    "hold "
+                    f"{self.paths[epoch]}: plan of {num_planned} or more samples, the shards hold "
                     f"{len(store.train_indices)} training samples; allowed: a plan built from these shards"
                 )
         self.total_steps = min(self.first_step[-1], max_steps or self.first_step[-1])
@@ -76,6 +90,7 @@ class Schedule:
             raise UserError(f"plans {[str(p) for p in self.paths]}: no step to train; allowed: at least one")
 
     def plan(self, epoch: int) -> BatchPlan:
+        """Return an epoch's plan, read when it is first needed."""
         if epoch not in self._plans:
             if len(self._plans) > 1:
                 self._plans.pop(next(iter(self._plans)))
@@ -87,20 +102,18 @@ class Schedule:
         return self._plans[epoch]
 
     def locate(self, step: int) -> tuple[int, int]:
-        """(epoch, step within it) of a step of the run."""
+        """Return (epoch, step within the epoch) of a step of the run."""
         epoch = int(np.searchsorted(self.first_step, step, side="right")) - 1
         return epoch, step - self.first_step[epoch]
 
     def rows(self, epoch: int, microbatch: int) -> tuple[NDArray[np.int32], int]:
-        """Store rows and width of one microbatch."""
+        """Return store rows and width of one microbatch."""
         plan = self.plan(epoch)
         first, end = plan.offsets[microbatch], plan.offsets[microbatch + 1]
         return self.store.train_indices[plan.order[first:end]], int(plan.widths[microbatch])
 
     def step_summary(self, step: int) -> dict[str, float]:
-        """What a step holds over all ranks: samples, tokens, slots, mean length, supervised tokens,
-        sources.
-        """
+        """Return the metrics of a step's batch over all ranks: samples, tokens, padding, lengths, sources."""
         epoch, local = self.locate(step)
         plan = self.plan(epoch)
         first, end = plan.step_offsets[local], plan.step_offsets[local + 1]
@@ -117,7 +130,7 @@ class Schedule:
 
 
 def validation_rows(store: TokenStore, num_samples: int) -> NDArray[np.int32]:
-    """The first `num_samples` validation samples by content digest: the same ones when files are added."""
+    """Return the first `num_samples` validation samples by content digest, stable when files are added."""
     ordered = sorted((store.sample_id(int(row)), int(row)) for row in store.validation_indices)
     return np.array([row for _, row in ordered[:num_samples]], dtype=np.int32)
 
@@ -125,7 +138,7 @@ def validation_rows(store: TokenStore, num_samples: int) -> NDArray[np.int32]:
 def validation_groups(
     store: TokenStore, rows: NDArray[np.int32], *, token_budget: int, packed: bool
 ) -> list[tuple[NDArray[np.int32], int]]:
-    """Validation rows cut in order into (rows, width) within the token budget; independent of the ranks."""
+    """Cut validation rows, in order, into (rows, width) within the token budget; independent of the ranks."""
     groups: list[tuple[NDArray[np.int32], int]] = []
     current: list[int] = []
     longest = total = 0

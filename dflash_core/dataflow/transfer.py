@@ -1,10 +1,10 @@
-"""Hidden states from target ranks to drafter ranks, point to point, in plan order, a bounded number ahead.
+"""Captured states on their way to the drafter: on the same rank, or from target ranks to drafter ranks.
 
-Both sides walk the same assignments, so nothing but tensors travels: who sends what to whom, and in which
-shape, is known. A target has at most `max_inflight` microbatches sent and not yet taken; a drafter has
-receives posted for as many. Each pair of ranks exchanges its microbatches in one order, which is all that the
-transport needs. States go from device to device (NCCL between GPUs, gloo between CPUs): nothing is staged through
-the host. With each microbatch travels a `TargetReport`, on the CPU: what its target did since the one before.
+Both sides of a transfer walk the same assignments, so nothing but tensors travels: sender, receiver and
+shapes are known in advance. A target has at most `max_inflight` microbatches sent and not yet received; a
+drafter has receives posted for as many. Each pair of ranks exchanges its microbatches in one order, which is
+all that the transport needs. States go from device to device (NCCL between GPUs, gloo between CPUs), never
+through the host. With each microbatch comes `TargetTimings` on the CPU: the target's work since the last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,13 @@ Delivery = tuple[Assignment, Microbatch, Features]
 
 
 @dataclass(frozen=True)
-class TargetReport:
-    """Of a target rank since its last report: seconds of capturing, of waiting until a drafter takes something, and of
-    waiting for its feed; and the microbatches that were under way when it sent this one.
-    """
+class TargetTimings:
+    """Seconds of a target rank since its last timings, and its number of microbatches in flight."""
 
     capture: float
-    target_wait: float
-    target_feed: float
-    inflight: float
+    target_wait: float  # until a drafter received something
+    target_feed: float  # for its own microbatches
+    inflight: float  # this one included
 
 
 def capture_here(
@@ -50,10 +48,10 @@ def capture_here(
     clock: DeviceClock,
     device: torch.device,
 ) -> Iterator[Delivery]:
-    """Colocated: capture each microbatch on this rank.
+    """Capture each microbatch on this rank, for `colocated` training.
 
-    On CUDA the capture of the next microbatch is queued on a stream of its own before the current one is
-    handed out, so it overlaps the training of the current one. On a CPU there is nothing to overlap with.
+    On CUDA the capture of the next microbatch is queued on a separate stream before the current one is
+    yielded, so it overlaps the training of the current one. On a CPU there is nothing to overlap with.
     """
     if device.type != "cuda":
         for assignment, microbatch in feed:
@@ -63,12 +61,12 @@ def capture_here(
             yield assignment, microbatch, features
         return
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # the target's weights are there
+    stream.wait_stream(torch.cuda.current_stream(device))  # until the target's weights are loaded
     ahead: tuple[Assignment, Microbatch, Features, torch.cuda.Event] | None = None
     for assignment, microbatch in feed:
         record.phase("capture", microbatch=assignment.slot)
-        # No capture reads what training writes, so this stream waits for nothing more; what it allocates and frees
-        # within a capture it alone uses, and what it hands out is guarded by `_take`.
+        # No capture reads what training writes, so this stream waits for nothing else. It alone uses the
+        # memory that it allocates and frees within a capture; `_take` guards the features that leave it.
         with torch.cuda.stream(stream), clock.time("capture"):
             features = capture(microbatch)
         ready = torch.cuda.Event()
@@ -90,11 +88,11 @@ def _take(ahead: tuple[Assignment, Microbatch, Features, torch.cuda.Event], devi
 
 
 def connect(layout: Layout, rank: int, device: torch.device) -> None:
-    """One number from each target to each of its drafters, all ranks in one order.
+    """Send one number from each target to each of its drafters, on all ranks in one order.
 
-    NCCL makes the connection of a pair when the two first talk, and both wait for it: left to the run, that would
-    happen in whatever order the plan brings them together. It also shows here, not in the middle, when a pair
-    cannot connect.
+    NCCL connects a pair at its first transfer, and both wait for it: without this, connections would be made
+    in the order in which the plan brings pairs together. A pair that cannot connect also fails here, not
+    during the run.
     """
     for drafters, targets in layout.islands:
         for drafter in drafters:
@@ -106,10 +104,10 @@ def connect(layout: Layout, rank: int, device: torch.device) -> None:
 
 
 class _Window:
-    """The sends of a target that no drafter has taken, at most `limit`.
+    """Sends of a target that no drafter has received yet, at most `limit`.
 
-    A thread waits for them in order: gloo does not tell that a send is over before somebody waits for it, and a wait
-    for NCCL holds up a stream, not the caller.
+    A thread waits for them in order: gloo reports the end of a send only to a caller that waits for it, and a
+    wait for NCCL blocks a stream, not the caller.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
@@ -126,18 +124,18 @@ class _Window:
         return self._sent - self._taken
 
     def wait_for_place(self) -> None:
-        """Until one more may be sent; raises what a send failed with."""
+        """Wait until one more may be sent; raise the error of a failed send."""
         self._free.acquire()
         if self._error is not None:
             raise self._error
 
     def put(self, features: Features, works: list[dist.Work]) -> None:
-        """Counts a send, and keeps its tensors until it is over."""
+        """Count a send, and keep its tensors until it is over."""
         self._sent += 1
         self._queue.put((features, works))
 
     def close(self) -> None:
-        """Until everything was taken; raises what a send failed with."""
+        """Wait until everything was received; raise the error of a failed send."""
         self._queue.put(None)
         self._thread.join()
         if self._error is not None:
@@ -150,7 +148,7 @@ class _Window:
                 finish(entry[1])
                 self._taken += 1
                 self._free.release()
-                del entry  # and with it the tensors, while this waits for the next
+                del entry  # frees the tensors while this waits for the next
         except RuntimeError as error:
             self._error = error
             self._free.release()
@@ -164,15 +162,15 @@ def serve(
     device: torch.device,
     max_inflight: int,
 ) -> None:
-    """Target rank of `split`: capture and send until the assignments end.
+    """Capture and send until the assignments end, on a target rank of `split`.
 
     Raises:
-        Stopped: the run was told to stop, here or (seen as a closed connection) at a drafter first.
+        Stopped: a stop signal arrived here or, seen as a closed connection, at a drafter first.
         torch.OutOfMemoryError: a capture did not fit.
     """
     try:
         _serve(feed, capture, record, stop, device, max_inflight)
-    except torch.OutOfMemoryError:  # a RuntimeError, too
+    except torch.OutOfMemoryError:  # a subclass of RuntimeError
         raise
     except RuntimeError as error:
         if not stop.wait(PEER_GRACE_SECONDS):
@@ -200,10 +198,9 @@ def _serve(
         record.phase("send")
         host, work = record.take_seconds(), clock.take()
         waited = sum(seconds for name, seconds in host.items() if name.startswith("wait for drafter"))
-        report = TargetReport(
-            work.get("capture", 0.0), waited, host.get("wait for feed", 0.0), window.inflight + 1
-        )
-        tensors = [*features.tensors(), torch.tensor(astuple(report), dtype=torch.float64)]
+        waited_for_feed = host.get("wait for feed", 0.0)
+        timings = TargetTimings(work.get("capture", 0.0), waited, waited_for_feed, window.inflight + 1)
+        tensors = [*features.tensors(), torch.tensor(astuple(timings), dtype=torch.float64)]
         works = [dist.isend(t.contiguous(), dst=assignment.drafter) for t in tensors]
         window.put(features, [w for w in works if w is not None])
         record.phase("wait for feed")
@@ -219,28 +216,27 @@ def receive(
     device: torch.device,
     max_inflight: int,
 ) -> Iterator[Delivery]:
-    """Drafter rank of `split`: what the targets send, in plan order, receives posted `max_inflight` ahead.
+    """Receive from the targets in plan order on a drafter rank of `split`, up to `max_inflight` posted ahead.
 
-    `clock` gets the targets' reports, by the names of their fields, and the number of them as `reports`.
+    `clock` gets the targets' timings by the names of their fields, and their number as `reports`.
     """
     posted: deque[tuple[Assignment, Microbatch, Features, torch.Tensor, list[dist.Work]]] = deque()
     finish = _finisher(device)
 
     def deliver() -> Delivery:
-        assignment, microbatch, features, report, works = posted.popleft()
+        assignment, microbatch, features, timings, works = posted.popleft()
         record.phase(f"wait for target rank {assignment.target}", microbatch=assignment.slot)
         finish(works)
-        told = TargetReport(*report.tolist())
-        for name, value in vars(told).items():
+        for name, value in vars(TargetTimings(*timings.tolist())).items():
             clock.add(name, value)
         clock.add("reports", 1)
         return assignment, microbatch, features
 
     for assignment, microbatch in feed:
         features = spec.empty(microbatch.num_tokens, device)
-        report = torch.empty(len(TargetReport.__dataclass_fields__), dtype=torch.float64)
-        works = [dist.irecv(t, src=assignment.target) for t in [*features.tensors(), report]]
-        posted.append((assignment, microbatch, features, report, [w for w in works if w is not None]))
+        timings = torch.empty(len(fields(TargetTimings)), dtype=torch.float64)
+        works = [dist.irecv(t, src=assignment.target) for t in [*features.tensors(), timings]]
+        posted.append((assignment, microbatch, features, timings, [w for w in works if w is not None]))
         if len(posted) > max_inflight - 1:
             yield deliver()
     while posted:
@@ -248,9 +244,9 @@ def receive(
 
 
 def _finisher(device: torch.device) -> Callable[[list[dist.Work]], None]:
-    """A function that returns when transfers are over, also on the device: what waits is then known to have waited.
+    """Return a function that returns once the transfers have completed, on the device too.
 
-    For CUDA it waits on a stream of its own, so for nothing but the transfers, and has the caller's stream follow.
+    On CUDA it waits on a separate stream, so only for the transfers; the caller's stream waits for that one.
     """
     if device.type != "cuda":
 

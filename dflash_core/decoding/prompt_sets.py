@@ -15,7 +15,7 @@ import numpy as np
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Rejection, load_tokenizer
 from dflash_core.data.prompts import ChatPrompt, read_prompts
-from dflash_core.data.store import TokenStore
+from dflash_core.data.store import TokenStore, open_store
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.decoding.speculate import Prompt
 from dflash_core.errors import UserError
@@ -94,11 +94,7 @@ class PromptSets:
 
 def _stored_prompts(shards: tuple[str, ...], data: DataConfig, limit: int) -> list[Prompt]:
     """Return the prompts of the first `limit` validation samples, ordered by content digest."""
-    store = TokenStore.open(
-        shards,
-        validation_share=data.validation_share,
-        min_validation_samples=data.min_validation_samples,
-    )
+    store = open_store(shards, data)
     ordered = sorted((store.sample_id(int(row)), int(row)) for row in store.validation_indices)
     prompts = validation_prompts(store, [row for _, row in ordered], limit)
     if not prompts:

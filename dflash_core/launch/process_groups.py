@@ -1,5 +1,7 @@
-"""This process among the ranks: device, threads, process groups, and the few collectives of the control
-plane.
+"""This process among the ranks: its devices, process groups, and the few collectives of the control plane.
+
+Groups are made once, on all ranks in one order. One process needs none: every group is None and the
+collectives return their argument.
 """
 
 from __future__ import annotations
@@ -19,22 +21,21 @@ from dflash_core.launch.layout import Layout, devices_of_rank, make_layout, rank
 
 @dataclass(frozen=True)
 class World:
-    """This process in the layout, with its device and process groups (None for one process).
-
-    `control`: gloo over all drafter ranks, for sums of statistics and for agreeing to stop.
-    `gradients`: the drafter ranks, on the device's backend. `checkpoint`: gloo, for the saving thread alone.
-    """
+    """This process in the layout; groups are None for a single process and on target ranks."""
 
     layout: Layout
     rank: int
     devices: list[torch.device]  # more than one for a target that is spread over them
+    # gloo over the drafter ranks, for sums of statistics and for agreeing to stop
     control: dist.ProcessGroup | None
+    # the drafter ranks on the device's backend
     gradients: dist.ProcessGroup | None
+    # gloo over the drafter ranks, for the saving thread alone
     checkpoint: dist.ProcessGroup | None
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors lie."""
+        """The device of this rank's tensors."""
         return self.devices[0]
 
     @property
@@ -47,11 +48,11 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Rank 0: writes metrics, talks to the console; always a drafter."""
+        """True on rank 0, always a drafter: it writes metrics and the console."""
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise float64 sum over the drafter ranks; every drafter gets the same numbers."""
+        """Return the element-wise float64 sum over the drafter ranks, the same numbers on each."""
         if self.control is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -59,7 +60,7 @@ class World:
         return list(total.tolist())
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank of the world."""
+        """Return rank 0's value on every rank of the world."""
         if not dist.is_initialized():
             return value
         box = [value]
@@ -68,10 +69,10 @@ class World:
 
 
 def pick_devices(config: TrainingConfig, *, spread_target: bool = False) -> list[torch.device]:
-    """This rank's: one, or for a target that is spread over several (`target.device_map`) those of its share.
+    """Return the devices of this rank: one, or its share of them when the target is spread over several.
 
     Raises:
-        UserError: CUDA was asked for and there is none, or fewer devices than ranks on this node.
+        UserError: `training.device` is cuda without CUDA, or the node has fewer devices than ranks.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -84,20 +85,22 @@ def pick_devices(config: TrainingConfig, *, spread_target: bool = False) -> list
 
 
 def rank_of_process() -> int:
-    """As torchrun says; 0 without torchrun."""
+    """Return the rank that torchrun gave to this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def tear_down() -> None:
-    """Leave the process groups; peers that still talk to this rank get an error at once instead of
-    waiting.
-    """
+    """Leave the process groups; peers that still exchange data with this rank get an error at once."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def set_up(config: TrainingConfig, *, spread_target: bool = False) -> World:
-    """Join the torchrun world (or be a single process), make the groups, pick the device."""
+    """Join the torchrun world (or be a single process), make the groups, pick the devices.
+
+    Raises:
+        UserError: torchrun started another number of ranks, see also `pick_devices`.
+    """
     layout = make_layout(config)
     devices = pick_devices(config, spread_target=spread_target)
     device = devices[0]
@@ -113,7 +116,7 @@ def set_up(config: TrainingConfig, *, spread_target: bool = False) -> World:
     if world == 1:
         return World(layout, rank, devices, None, None, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # Stalls are found and ended by the launcher (stall_seconds); this limit is only a second net behind it.
+    # The launcher finds and ends stalls (stall_seconds); this limit is only a second line of defence.
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=2 * config.stall_seconds + 600))
     drafters = list(layout.drafters)
     control, checkpoint = dist.new_group(drafters, backend="gloo"), dist.new_group(drafters, backend="gloo")

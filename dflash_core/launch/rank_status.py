@@ -1,12 +1,9 @@
-"""What a rank leaves for the launcher to see, and how it dies.
+"""Rank status files for the launcher: the phase of each rank, and the error of a rank that failed.
 
-`<run>/ranks/rank-3.json` is rewritten in place at each change of phase: who it is, where it stands, since
-when. The launcher reads these files to find a stall, the slowest rank, and which rank ended without a word.
-`rank-3.stacks` gets the stacks of all threads on SIGUSR1. `rank-3.error.json` is the report of a rank that
-failed.
-
-A rank ends with its parent (Linux PR_SET_PDEATHSIG) and within `STOP_SECONDS` of SIGTERM, whatever its main
-thread is blocked in: the signal is seen by a thread of its own.
+`<run>/ranks/rank-3.json` is rewritten in place at each change of phase: rank and process, step, phase, time
+of entering it. The launcher reads these files to find a stall, the slowest rank, and a rank that ended
+without an error report. `rank-3.stacks` gets the stacks of all threads on SIGUSR1. `rank-3.error.json` is the
+error report of a rank that failed.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ _RECORD_BYTES = 1024
 
 
 class RankRecord:
-    """The rank's own line for the launcher; `phase` is cheap enough (some microseconds) for every
-    microbatch.
-    """
+    """Status of this rank; `phase` is cheap enough (some microseconds) to be called for every microbatch."""
 
     def __init__(self, run_dir: Path, rank: int, role: str) -> None:
         directory = run_dir / "ranks"
@@ -54,7 +49,7 @@ class RankRecord:
             "microbatch": 0,
             "phase": "starting",
             "since": time.time(),
-            "seconds": {},  # of the whole process, by the first word of the phase
+            "seconds": {},  # since the process started, by the first word of the phase
         }
         self.seconds: dict[str, float] = {}
         self._entered = time.monotonic()
@@ -65,7 +60,7 @@ class RankRecord:
         os.pwrite(self._fd, json.dumps(self._record).ljust(_RECORD_BYTES).encode(), 0)
 
     def phase(self, name: str, *, step: int | None = None, microbatch: int | None = None) -> None:
-        """Enter a phase: what the rank does from now on. Adds the time of the one it leaves to `seconds`."""
+        """Enter a phase, and add the time spent in the one before to `seconds`."""
         now = time.monotonic()
         left = self._record["phase"]
         self.seconds[left] = self.seconds.get(left, 0.0) + now - self._entered
@@ -80,20 +75,18 @@ class RankRecord:
         self._flush()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Return the seconds by phase since the last call."""
         self.phase(self._record["phase"])
         taken, self.seconds = self.seconds, {}
         return taken
 
     def end(self, status: str) -> None:
-        """`done`, `stopped` or `failed`; a record that still says `running` belongs to a rank that was
-        killed.
-        """
+        """Write the final status: `done`, `stopped` or `failed`; that of a killed rank stays `running`."""
         self._record |= {"status": status, "since": time.time()}
         self._flush()
 
-    def report(self, error: BaseException) -> None:
-        """Write why this rank failed."""
+    def report_error(self, error: BaseException) -> None:
+        """Write the error report of this rank and the status `failed`."""
         text = str(error) or type(error).__name__
         report = {
             **{k: self._record[k] for k in ("rank", "role", "host", "phase", "step", "microbatch")},
@@ -109,74 +102,71 @@ class RankRecord:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of all ranks that share this directory, by rank."""
+    """Return the status records of all ranks of a run, by rank."""
     return _read_all(run_dir, "rank-*.json", skip=".error.json")
 
 
-def read_reports(run_dir: Path) -> list[dict[str, Any]]:
-    """The error reports: causes before broken connections, which only tell of another rank; earliest
-    first.
-    """
-    reports = _read_all(run_dir, "rank-*.error.json")
-    return sorted(reports, key=lambda r: (_is_broken_connection(r), r["time"]))
+def read_errors(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the error reports, earliest first; broken connections, which are consequences, come last."""
+    errors = _read_all(run_dir, "rank-*.error.json")
+    return sorted(errors, key=lambda r: (_is_broken_connection(r), r["time"]))
 
 
 def _read_all(run_dir: Path, pattern: str, skip: str | None = None) -> list[dict[str, Any]]:
-    out = []
+    records = []
     for path in (run_dir / "ranks").glob(pattern):
         if skip is None or not path.name.endswith(skip):
             with contextlib.suppress(ValueError, OSError):
-                out.append(json.loads(path.read_text()))
-    return sorted(out, key=lambda r: r["rank"])
+                records.append(json.loads(path.read_text()))
+    return sorted(records, key=lambda r: r["rank"])
 
 
 @contextlib.contextmanager
 def reporting(record: RankRecord) -> Iterator[None]:
-    """Report what escapes, and mark how the rank ended; `Stopped` needs no report."""
+    """Report an error that escapes, and write the final status; `Stopped` needs no report."""
     try:
         yield
     except Stopped:
         record.end("stopped")
         raise
     except BaseException as error:
-        record.report(error)
+        record.report_error(error)
         raise
     else:
         record.end("done")
 
 
 def explain(run_dir: Path, exit_code: int | None) -> str:
-    """One message for a failed run: the rank that failed first, its role, what it did, and why.
+    """Return one message for a failed run: the rank that failed first, its role, its phase and the cause.
 
-    A rank that was killed leaves no report, while its peers report broken connections; so a rank whose record
-    still says `running` is named first, unless somebody reports a user's mistake.
+    A rank that was killed leaves no error report, while its peers report broken connections; so a rank whose
+    status is still `running` is named first, unless a rank reports a user's mistake.
     """
-    reports = read_reports(run_dir)
-    for report in reports:
-        if report["user_error"]:
-            return str(report["message"])
-    for record in read_records(run_dir):
+    errors, records = read_errors(run_dir), read_records(run_dir)
+    for error in errors:
+        if error["user_error"]:
+            return str(error["message"])
+    for record in records:
         if record["status"] == "running":
+            rank = f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']})"
             return (
-                f"rank {record['rank']} ({record['role']}, pid {record['pid']} on {record['host']}) ended "
-                f"without a report in phase '{record['phase']}' of step {record['step']}: killed from outside, "
-                "or by the system for want of memory; the run resumes from the newest complete checkpoint"
+                f"{rank} ended without a report in phase '{record['phase']}' of step {record['step']}: "
+                "killed from outside, or by the system for lack of memory; the run resumes from the newest "
+                "complete checkpoint"
             )
-    told = [r for r in read_records(run_dir) if r["status"] == "stopped"]
-    if told and all(_is_broken_connection(r) for r in reports):
-        return (
-            f"training was stopped by a signal at step {told[0]['step']}; the run resumes from its checkpoint"
-        )
-    if reports:
-        first = reports[0]
-        where = run_dir / "ranks" / f"rank-{first['rank']}.error.json"
-        return (
-            f"rank {first['rank']} ({first['role']} on {first['host']}) failed in phase '{first['phase']}' "
-            f"of step {first['step']}: {first['type']}: {first['message']} (traceback in {where})"
-        )
+    stopped = [r for r in records if r["status"] == "stopped"]
+    if stopped and all(_is_broken_connection(e) for e in errors):
+        step = stopped[0]["step"]
+        return f"training was stopped by a signal at step {step}; the run resumes from its checkpoint"
+    if errors:
+        first = errors[0]
+        path = run_dir / "ranks" / f"rank-{first['rank']}.error.json"
+        rank = f"rank {first['rank']} ({first['role']} on {first['host']})"
+        cause = f"{first['type']}: {first['message']} (traceback in {path})"
+        return f"{rank} failed in phase '{first['phase']}' of step {first['step']}: {cause}"
     return f"training ended with exit code {exit_code} before any rank had started"
 
 
-def _is_broken_connection(report: dict[str, Any]) -> bool:
-    """Such an error only tells that another rank is gone."""
-    return report["type"] == "RuntimeError" and "onnection" in report["message"]
+def _is_broken_connection(error: dict[str, Any]) -> bool:
+    """Return True for an error that is only the consequence of another rank's end."""
+    return error["type"] == "RuntimeError" and "onnection" in error["message"]

@@ -1,4 +1,9 @@
-"""TODO."""
+"""Stop requests to a rank: SIGTERM, noticed at once even while the main thread is blocked in a collective.
+
+A rank ends with its parent (Linux PR_SET_PDEATHSIG) and within `STOP_SECONDS` of SIGTERM: the loop looks at
+the signal between microbatches and saves a checkpoint; a rank that is still there after that time exits
+without one, and the last complete checkpoint stays valid.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,11 @@ import threading
 import time
 
 STOP_SECONDS = 15.0  # from SIGTERM to the end of a rank, checkpoint included
-
-
-PEER_GRACE_SECONDS = 2.0  # between a peer's end and the signal that torchrun then sends here
+PEER_GRACE_SECONDS = 2.0  # from a peer's end until torchrun's signal arrives here
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies; at once if it is dead already."""
+    """Have the kernel send SIGTERM to this process when its parent dies; at once if it is already dead."""
     parent = os.getppid()
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -26,10 +29,10 @@ def end_with_parent() -> None:
 
 
 class StopSignal:
-    """Set by SIGTERM. The process is ended `STOP_SECONDS` later if it is still there.
+    """An event that SIGTERM sets; `STOP_SECONDS` later the process exits if it is still running.
 
-    Python runs signal handlers in the main thread only, which may be blocked in a collective; the wake-up
-    descriptor is written by the C handler at once, and a thread waits on it.
+    Python runs signal handlers in the main thread only, which may be blocked in a collective; the C handler
+    writes the wake-up descriptor at once, and a thread waits on it.
     """
 
     def __init__(self) -> None:
@@ -49,10 +52,9 @@ class StopSignal:
         os._exit(128 + signal.SIGTERM)
 
     def is_set(self) -> bool:
+        """Return True once the signal has arrived."""
         return self._event.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the signal came, or comes within `seconds`: a peer that got it first may be gone
-        already.
-        """
+        """Wait up to `seconds` for the signal, which a peer may have received first; return `is_set`."""
         return self._event.wait(seconds)

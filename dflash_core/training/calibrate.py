@@ -1,4 +1,8 @@
-"""Constants of the cost model from a few microbatches of the real data, measured on the machine at hand."""
+"""Constants of the cost model, measured on this machine with a few microbatches of the real data.
+
+Eight microbatches (four where the target cannot run packed) are captured and trained on three times each. No
+plan is read and nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,25 @@ from dflash_core.launch.process_groups import World, pick_devices
 from dflash_core.microbatch import Microbatch
 from dflash_core.objective.loss import LossSettings, microbatch_loss
 from dflash_core.target.capture import TargetCapture
-from dflash_core.training import run as setup
-from dflash_core.training.run import Run
+from dflash_core.training.run import (
+    RunSpec,
+    build_drafter,
+    layer_ids,
+    load_ends,
+    load_target,
+    load_target_config,
+    pick_dtypes,
+)
 
-MAX_SLOTS = 16_384  # of a measured microbatch: larger budgets are extrapolated
-ROUNDS = 3  # their mean counts: what disturbs a measurement here disturbs training as well
+MAX_SLOTS = 16_384  # of a measured microbatch; larger budgets are extrapolated
+ROUNDS = 3  # their mean counts, not their minimum: disturbances slow training as well
 
 Choice = tuple[NDArray[np.int32], int]  # store rows, width (0: packed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was measured and what follows."""
+    """A fitted cost model and the measurements behind it, for n microbatches."""
 
     model: CostModel
     capture_seconds: NDArray[np.float64]  # [n]
@@ -40,7 +51,7 @@ class Calibration:
 def choose_microbatches(
     lengths: NDArray[np.int32], rows: NDArray[np.int32], *, token_budget: int, can_pack: bool
 ) -> list[Choice]:
-    """Microbatches that tell the constants apart: full and small, few long and many short rows, padding.
+    """Choose microbatches that separate the constants: full and small, few long and many short rows, padding.
 
     Lengths 4 1 1 2 and a budget of 8: packed [4], [1 1 2] (short ones, half the budget), a pack of random
     samples of up to 8 and of up to 2 tokens; padded [4 1] and random samples in rows of one width.
@@ -70,14 +81,9 @@ def choose_microbatches(
 
 
 def work_of(microbatches: list[Microbatch], block_size: int) -> Work:
-    """Counted work, as a plan counts it."""
-    columns: dict[str, list[int]] = {
-        "slots": [],
-        "pairs": [],
-        "tokens": [],
-        "draft_slots": [],
-        "draft_pairs": [],
-    }
+    """Count the work of microbatches the same way as a plan does."""
+    names = ("slots", "pairs", "tokens", "draft_slots", "draft_pairs")
+    columns: dict[str, list[int]] = {name: [] for name in names}
     for microbatch in microbatches:
         lengths = np.diff(microbatch.cu_seqlens).astype(np.int64)
         widths = np.full_like(lengths, microbatch.width) if microbatch.width else lengths
@@ -94,35 +100,35 @@ class Meter:
     """Times capture and training of single microbatches of a run's data, forward and backward.
 
     Args:
-        run: its target, shards and settings; no plan is read and nothing is written.
+        run: its target, shards and settings are used, not its plans.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSpec) -> None:
         self.config = run.config
         alone = replace(run.config.training, topology="colocated", num_drafter_ranks=1, num_nodes=1)
         devices = pick_devices(alone, spread_target=run.config.target.device_map is not None)
         world = World(make_layout(alone), 0, devices, None, None, None)
         self.device = world.device
         self.store: TokenStore = run.open_store()
-        dtypes = setup.pick_dtypes(run, world, None)
-        target_config = setup.load_target_config(run)
-        ids = setup.layer_ids(run, target_config)
-        target = setup.load_target(run, world, ids, dtypes)
+        dtypes = pick_dtypes(run, world, None)
+        target_config = load_target_config(run)
+        ids = layer_ids(run, target_config)
+        target = load_target(run, world, ids, dtypes)
         self.can_pack = target.can_pack
         self._capture = TargetCapture(target, self.config.objective)
-        self._drafter = setup.build_drafter(run, target_config, ids, self.device)
+        self._drafter = build_drafter(run, target_config, ids, self.device)
         self.block_size = self._drafter.shape.block_size
-        ends = setup.load_ends(run, target_config, target, self.device, dtypes["drafter"])
+        ends = load_ends(run, target_config, target, self.device, dtypes["drafter"])
         mask, slots = self._drafter.shape.mask_token_id, self.config.training.max_draft_slots
         self._loss_settings = LossSettings(ends, self.config.objective, mask, slots, self.device)
 
     def build(self, rows: NDArray[np.int32], width: int) -> Microbatch:
-        """The microbatch of these store rows (width 0: packed), anchors of epoch 0."""
+        """Build the microbatch of these store rows (width 0: packed), with the anchors of epoch 0."""
         anchors, seed = self.config.objective.num_anchors, self.config.training.seed
         return build_microbatch(self.store, rows, width, num_anchors=anchors, seed=seed, epoch=0)
 
     def seconds(self, microbatch: Microbatch) -> tuple[float, float]:
-        """Wall seconds of its capture and of its training."""
+        """Return the wall seconds of capture and of training, forward and backward."""
         started = self._now()
         features = self._capture(microbatch)
         captured = self._now()
@@ -135,20 +141,20 @@ class Meter:
         return time.perf_counter()
 
 
-def calibrate(
+def fit_cost_model(
     meter: Meter,
     between: Sequence[Microbatch] = (),
     on_progress: Callable[[int, int], None] | None = None,
     *,
     between_rounds: int = ROUNDS,
 ) -> tuple[Calibration, NDArray[np.float64]]:
-    """Capture and train on a few microbatches and fit the constants.
+    """Time captures and training of a few microbatches and fit the constants of the cost model.
 
     Args:
-        meter: what measures.
+        meter: of the run.
         between: further microbatches to time, spread among the others and not used for the fit.
         on_progress: called with (measurements done, all).
-        between_rounds: how often each of `between` is timed.
+        between_rounds: number of measurements of each of `between`.
 
     Returns:
         The calibration, and float64[len(between), 2]: capture and training seconds of `between`.
@@ -161,23 +167,24 @@ def calibrate(
     )
     microbatches = [meter.build(*choice) for choice in choices]
     meter.seconds(microbatches[-1])  # compilation, first touches of memory
-    seconds, others = np.zeros((len(microbatches), 2)), np.zeros((len(between), 2))
-    own = [(seconds, i, microbatch) for _ in range(ROUNDS) for i, microbatch in enumerate(microbatches)]
-    spread = [(others, i, microbatch) for _ in range(between_rounds) for i, microbatch in enumerate(between)]
-    turns = [((at + 0.5) / len(part), turn) for part in (own, spread) for at, turn in enumerate(part)]
+    seconds, between_seconds = np.zeros((len(microbatches), 2)), np.zeros((len(between), 2))
+    fitted = [(seconds, i, m) for _ in range(ROUNDS) for i, m in enumerate(microbatches)]
+    spread = [(between_seconds, i, m) for _ in range(between_rounds) for i, m in enumerate(between)]
+    # Each list is spread evenly over the whole time, so both see the same disturbances.
+    turns = [((n + 0.5) / len(part), turn) for part in (fitted, spread) for n, turn in enumerate(part)]
     turns.sort(key=lambda turn: turn[0])
     for done, (_, (into, i, microbatch)) in enumerate(turns, 1):
         into[i] += meter.seconds(microbatch)
         if on_progress is not None:
             on_progress(done, len(turns))
     seconds /= ROUNDS
-    others /= between_rounds
+    between_seconds /= between_rounds
     work = work_of(microbatches, meter.block_size)
     model = CostModel.fit(work, capture_seconds=seconds[:, 0], train_seconds=seconds[:, 1])
-    found = Calibration(
+    calibration = Calibration(
         model=model,
         capture_seconds=seconds[:, 0],
         train_seconds=seconds[:, 1],
         fitted_seconds=model.seconds(work),
     )
-    return found, others
+    return calibration, between_seconds

@@ -1,7 +1,4 @@
-"""What a run shows: `metrics.jsonl`, one line a step, and the console of rank 0.
-
-Each line has the number of completed steps and a time in ms, so sending it anywhere twice is harmless.
-"""
+"""Console output of rank 0: a progress bar in a terminal, elsewhere one line about every ten seconds."""
 
 from __future__ import annotations
 
@@ -10,54 +7,56 @@ import time
 from collections import deque
 from typing import Any
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal
-RECENT_STEPS = 50  # whose mean time predicts the rest
+LINE_SECONDS = 10.0  # between lines without a terminal
+RECENT_STEPS = 50  # their mean time predicts the remaining time
 
 
-class Reporter:
-    """A progress bar in a terminal; elsewhere a line about every ten seconds, the first and last step
-    included.
+class Console:
+    """Shows loss, speed and remaining time; without a terminal always for the first and the last step.
 
     Args:
-        capture_end: the step from which captured states come from a cache, so that no capture is to be
-            expected of later steps; the last step where there is none.
+        total_steps: of the run.
+        completed_steps: before this process started.
+        capture_end: the step from which a cache gives the captured states, so later steps spend no time on
+            captures; without a cache the last step.
     """
 
     def __init__(self, total_steps: int, completed_steps: int, capture_end: int) -> None:
         self.total, self.first, self.capture_end = total_steps, completed_steps, capture_end
         self._last_line = 0.0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # whole, without capture
+        # Seconds with and without capture.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
             text = TextColumn("{task.fields[text]}")
-            self._bar = Progress(TextColumn("training"), BarColumn(), text, console=Console())
+            self._bar = Progress(TextColumn("training"), BarColumn(), text, console=rich.console.Console())
             self._task = self._bar.add_task("", total=total_steps, completed=completed_steps, text="")
             self._bar.start()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, flush=True)
 
-    def busy(self, text: str) -> None:
-        """What the run does between steps."""
+    def show_activity(self, text: str) -> None:
+        """Show what the run does between steps."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, text=text)
         elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             print(text, flush=True)
 
-    def step(self, completed: int, metrics: dict[str, Any]) -> None:
-        """Show how far the run is."""
+    def show_step(self, completed: int, metrics: dict[str, Any]) -> None:
+        """Show the progress after `completed` steps, from the values of that step's line."""
         loss = metrics["train/loss"]
         seconds = metrics["perf/step_seconds"]
-        # Without capture a step takes what is left, or its training where the two run at once.
+        # Without captures a step would take the remaining time, or its training where the two overlap.
         trained_alone = max(seconds - metrics["perf/capture_seconds"], metrics["perf/drafter_seconds"])
         self._recent.append((seconds, min(seconds, trained_alone)))
         whole, trained = (sum(column) / len(self._recent) for column in zip(*self._recent))
@@ -78,13 +77,13 @@ class Reporter:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def duration(seconds: float) -> str:
-    """75 -> 1:15; 3,700 -> 1:01:40."""
+    """Format seconds: 75 as 1:15, 3,700 as 1:01:40."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

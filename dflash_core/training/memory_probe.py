@@ -1,10 +1,10 @@
-"""The two largest microbatches, run once before the first step: out of memory shows now, with what would fit.
+"""The two largest microbatches, run once before the first step, so that out of memory shows at once.
 
 Peak memory of a drafter follows `max_draft_slots` and the longest context, that of a target its slots and
-attention, so the microbatch with most draft slots and the one with most attention pairs bound all others. They run
-as they will in training: weights, gradients and optimizer moments are there, captures overlap training where ranks
-are colocated, and buffers of what travels are held. On a CPU the probe is left out: memory there is not a fixed
-budget to be checked, and these are the slowest microbatches of the run.
+attention, so the microbatch with most draft slots and the one with most attention pairs bound all others.
+They run as they will in training: weights, gradients and optimizer moments are allocated, captures overlap
+training where ranks are colocated, and receive buffers are held. On a CPU the probe is left out: memory there
+is not a fixed budget to be checked, and these are the slowest microbatches of the run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from dflash_core.dataflow.assignment import Assignment
 from dflash_core.dataflow.device_clock import DeviceClock
 from dflash_core.dataflow.schedule import Schedule
 from dflash_core.dataflow.transfer import capture_here
+from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import RunFailed
+from dflash_core.launch.process_groups import World
 from dflash_core.launch.rank_status import RankRecord
 from dflash_core.microbatch import Features, FeatureSpec, Microbatch
+from dflash_core.objective.loss import LossSettings, microbatch_loss
 from dflash_core.target.capture import Capture
-from dflash_core.training.run import Run
+from dflash_core.training.optim import Gradients, ShardedGradients
+from dflash_core.training.run import RunSpec
 
 Train = Callable[[Microbatch, Features, int], object]  # forward and backward, with max_draft_slots
 
 
 def largest_microbatches(schedule: Schedule) -> list[Assignment]:
-    """The microbatch of the first epoch with most draft slots, and the one with most attention pairs."""
+    """Return the first epoch's microbatch with most draft slots, and the one with most attention pairs."""
     work = schedule.plan(0).work
     chosen = dict.fromkeys((int(work.draft_slots.argmax()), int(work.pairs.argmax())))
     return [Assignment(0, i, 0, microbatch, 0, 0) for i, microbatch in enumerate(chosen)]
@@ -36,7 +40,7 @@ def largest_microbatches(schedule: Schedule) -> list[Assignment]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The two settings that memory follows."""
+    """The two settings that determine the peak memory."""
 
     max_draft_slots: int
     token_budget: int
@@ -44,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What one rank would do with the largest microbatches: capture, train, or both."""
+    """One rank's work on the largest microbatches: capture, train, or both."""
 
     microbatches: list[Microbatch]
     capture: Capture | None
@@ -55,25 +59,28 @@ class Probe:
     max_inflight: int
 
     def run(self, limits: Limits) -> None:
-        """Once through, microbatches cut to `token_budget` slots.
+        """Run all microbatches once, cut to `token_budget` slots.
 
         Raises:
             torch.OutOfMemoryError: they do not fit.
         """
-        for microbatch, features in self._deliveries(
-            [leading(m, limits.token_budget) for m in self.microbatches]
-        ):
+        microbatches = [leading(m, limits.token_budget) for m in self.microbatches]
+        for microbatch, features in self._deliveries(microbatches):
             if self.train is not None:
                 self.train(microbatch, features, limits.max_draft_slots)
 
-    def check(self, run: Run) -> None:
-        """Raises RunFailed where they do not fit, with settings that do."""
+    def check(self, run: RunSpec) -> None:
+        """Run the microbatches under the settings of `run`.
+
+        Raises:
+            RunFailed: they do not fit, with settings that do.
+        """
         limits = limits_of(run)
         if not self._fits(limits):
             raise RunFailed(out_of_memory_advice(run, self.what_fits(limits, run.config.drafter.block_size)))
 
     def peak(self) -> str:
-        """A line with the peak since the process started, or "" on a CPU; leaves no memory reserved."""
+        """Return a line with the peak since the process started, or "" on a CPU; free all reserved memory."""
         if self.device.type != "cuda":
             return ""
         torch.cuda.synchronize(self.device)
@@ -100,8 +107,10 @@ class Probe:
         del held
 
     def what_fits(self, limits: Limits, block_size: int) -> Limits | None:
-        """The first that runs of: half the draft slots, a quarter, ... down to a block; then the same with half the
-        token budget, and so on down to one sample a microbatch. None: not even that.
+        """Try smaller limits and return the first that fits, or None.
+
+        Half the draft slots, a quarter, ..., one block; then the same with half the token budget, and so on
+        down to one sample per microbatch.
         """
         for token_budget in _halvings(limits.token_budget, 1):
             if replace(self, train=None)._fits(replace(limits, token_budget=token_budget)):
@@ -123,25 +132,25 @@ class Probe:
         return True
 
 
-def probe(
-    run: Run,
+def probe_memory(
+    run: RunSpec,
     schedule: Schedule,
     make: Callable[[Assignment], Microbatch],
     *,
     capture: Capture | None,
-    train: Train | None,
+    train: Train | None = None,
     spec: FeatureSpec,
     record: RankRecord,
     device: torch.device,
 ) -> str:
-    """Run this rank's part of the largest microbatches; a line with the peak, or "" on a CPU.
+    """Run this rank's part of the largest microbatches; return a line with the peak, or "" on a CPU.
 
     Raises:
         RunFailed: out of memory, with settings that fit.
     """
     if not has_fixed_memory(device):
         return ""
-    part = Probe(
+    probe = Probe(
         microbatches=[make(a) for a in largest_microbatches(schedule)],
         capture=capture,
         train=train,
@@ -150,50 +159,97 @@ def probe(
         device=device,
         max_inflight=run.config.training.max_inflight_microbatches,
     )
-    part.check(run)
-    return part.peak()
+    probe.check(run)
+    return probe.peak()
+
+
+def probe_training(
+    run: RunSpec,
+    schedule: Schedule,
+    make: Callable[[Assignment], Microbatch],
+    *,
+    capture: Capture | None,
+    drafter: DFlashDrafter,
+    gradients: Gradients | ShardedGradients,
+    loss_settings: LossSettings,
+    spec: FeatureSpec,
+    record: RankRecord,
+    world: World,
+) -> str:
+    """Probe a rank that trains, colocated with a capture or not; leave no gradient behind.
+
+    Collective: every rank that trains must call it.
+
+    Raises:
+        RunFailed: out of memory, with settings that fit.
+    """
+
+    def train(microbatch: Microbatch, features: Features, max_draft_slots: int) -> None:
+        limited = replace(loss_settings, max_draft_slots=max_draft_slots)
+        microbatch_loss(drafter, microbatch, features, limited, backward=True)
+
+    gradients.gather_weights()
+    line = probe_memory(
+        run,
+        schedule,
+        make,
+        capture=capture,
+        train=train,
+        spec=spec,
+        record=record,
+        device=world.device,
+    )
+    gradients.reduce(world.gradients)  # sharded weights keep an unreduced gradient whole
+    gradients.zero()
+    gradients.scatter_weights()
+    return line
 
 
 def has_fixed_memory(device: torch.device) -> bool:
-    """Whether too much is an error that can be caught, not a machine that swaps or kills."""
+    """Return True if exceeding memory raises an error that can be caught, instead of swapping or a kill."""
     return device.type == "cuda"
 
 
-def limits_of(run: Run) -> Limits:
-    """As the run is set."""
-    return Limits(
-        max_draft_slots=run.config.training.max_draft_slots, token_budget=run.config.batching.token_budget
-    )
+def limits_of(run: RunSpec) -> Limits:
+    """Return the limits that the run's settings give."""
+    config = run.config
+    return Limits(max_draft_slots=config.training.max_draft_slots, token_budget=config.batching.token_budget)
 
 
-def out_of_memory_advice(run: Run, fits: Limits | None = None) -> str:
-    """What to change, with the values that were too much, and those that fit where a probe found some."""
-    now, split = limits_of(run), run.config.training.topology == "split"
+def out_of_memory_advice(run: RunSpec, fits: Limits | None = None) -> str:
+    """Return a message with the settings to lower and their values, and with values that fit if known."""
+    now = limits_of(run)
     if fits is not None and fits.token_budget == now.token_budget:
-        said = f"training.max_draft_slots {fits.max_draft_slots} would fit (now {now.max_draft_slots})"
-        return f"out of memory: {said}; the result does not change"
+        return (
+            f"out of memory: training.max_draft_slots {fits.max_draft_slots} would fit "
+            f"(now {now.max_draft_slots}); the result does not change"
+        )
     if fits is not None:
         return (
-            f"out of memory: batching.token_budget {fits.token_budget} would fit (now {now.token_budget}), with "
-            f"training.max_draft_slots {fits.max_draft_slots} (now {now.max_draft_slots})"
+            f"out of memory: batching.token_budget {fits.token_budget} would fit (now {now.token_budget}), "
+            f"with training.max_draft_slots {fits.max_draft_slots} (now {now.max_draft_slots})"
         )
-    return (
-        f"out of memory: lower training.max_draft_slots (now {now.max_draft_slots}; peak memory of the drafter "
-        f"follows it, the result does not change), or batching.token_budget (now {now.token_budget}; slots of the "
-        "target's forward), or set training.parallel to fsdp2 (optimizer and master weights sharded)"
-        + ("" if split else ", or training.topology to split (target and drafter on devices of their own)")
+    advice = (
+        f"out of memory: lower training.max_draft_slots (now {now.max_draft_slots}; peak memory of the "
+        f"drafter follows it, the result does not change), or batching.token_budget (now {now.token_budget}; "
+        "slots of the target's forward), or set training.parallel to fsdp2 (optimizer and master weights "
+        "sharded)"
     )
+    is_split = run.config.training.topology == "split"
+    if is_split:
+        return advice
+    return f"{advice}, or training.topology to split (target and drafter on separate devices)"
 
 
 def _halvings(value: int, least: int) -> Iterator[int]:
-    """20, 10, 5, 2 for 20 and 2."""
+    """Yield `value`, then each half of it that is not below `least`: 20, 10, 5, 2 for 20 and 2."""
     while value >= least:
         yield value
         value //= 2
 
 
 def leading(microbatch: Microbatch, max_slots: int) -> Microbatch:
-    """Its first samples, as many as keep the target's forward within so many slots; at least one."""
+    """Return the first samples that fit into `max_slots` slots of the target's forward; at least one."""
     ends = microbatch.cu_seqlens[1:]
     count = max_slots // microbatch.width if microbatch.width else int((ends <= max_slots).sum())
     count = min(max(1, count), microbatch.num_samples)

@@ -1,10 +1,9 @@
-"""AdamW over fp32 master weights, its learning rate as a function of the step, and the gradient of a whole
-step.
+"""AdamW over fp32 master weights, learning rate as a function of the step, and the gradient of a whole step.
 
 A step's gradient is a sum over every microbatch of every rank divided by the step's summed weights. So
-gradients are accumulated as they are, all-reduced once a step by sum, and scaled once: neither the number of
-microbatches nor the number of ranks enters the result (averaging per microbatch or per rank would weigh short
-samples more).
+gradients are accumulated as they are, all-reduced once per step by sum, and scaled once: neither the number
+of microbatches nor the number of ranks enters the result (an average per microbatch or per rank would weigh
+short samples more).
 
 `Gradients` is that step gradient for replicated weights: one flat fp32 buffer whose slices are the `.grad` of
 the parameters, so that a step costs one all-reduce and one pass for the norm. `ShardedGradients` is the same
@@ -27,7 +26,7 @@ from dflash_core.config import OptimizerConfig
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Learning rate of the step with 0-based number `step`; a pure function, so a resume cannot shift it.
+    """Return the learning rate of step `step`, 0-based; a pure function, so a resume cannot shift it.
 
     Warm-up takes W = ceil(warmup_share * total_steps) steps: lr * 1/W, 2/W, ..., 1. With 100 steps and a
     share of 0.04 the first five rates are 1/4, 2/4, 3/4, 4/4 and 1 times lr. Afterwards `cosine` falls to
@@ -51,9 +50,9 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 
 
 def build_optimizer(drafter: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (norm weights are scales, decay would pull them to zero).
+    """Return AdamW with weight decay on matrices only: decay would pull norm weights (scales) to zero.
 
-    Its moments are there from the start: memory is then as full before the first step as after it.
+    Its moments are allocated here, so memory is as full before the first step as after it.
     """
     named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
     matrices = [p for _, p in named if p.ndim >= 2]
@@ -85,13 +84,13 @@ class Gradients:
             offset += p.numel()
 
     def gather_weights(self) -> None:
-        """Before forward passes: every rank has all weights already."""
+        """Do nothing: every rank has all weights already."""
 
     def scatter_weights(self) -> None:
-        """After forward passes: nothing to give back."""
+        """Do nothing: every rank keeps all weights."""
 
     def zero(self) -> None:
-        """Forget what was accumulated (also of a step that was given up)."""
+        """Drop the accumulated gradient, also that of an abandoned step."""
         self.flat.zero_()
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
@@ -100,16 +99,14 @@ class Gradients:
             dist.all_reduce(self.flat, op=dist.ReduceOp.SUM, group=group)
 
     def normalise(self, weight: float, clip_norm: float) -> torch.Tensor:
-        """Divide by the step's summed weights, clip to `clip_norm`; returns the norm before clipping (a
-        scalar).
-        """
+        """Divide by the step's summed weights and clip; return the norm before clipping, a scalar."""
         norm = torch.linalg.vector_norm(self.flat) / weight
         self.flat.mul_(torch.clamp(clip_norm / (norm + 1e-6), max=1.0) / weight)
         return norm
 
 
 class ShardedGradients:
-    """The step gradient of weights sharded by FSDP2. `reduce` runs what sums and scatters it."""
+    """The step gradient of weights sharded by FSDP2; the function `reduce` sums and scatters it."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], sharded: FSDPModule, reduce: Callable[[], None]
@@ -117,26 +114,24 @@ class ShardedGradients:
         self.parameters, self._sharded, self._reduce = list(parameters), sharded, reduce
 
     def gather_weights(self) -> None:
-        """All ranks at once, so that none waits in its first forward for one that has nothing to run."""
+        """Gather on all ranks at once, so that no forward pass waits for a rank that has none to run."""
         self._sharded.unshard()
 
     def scatter_weights(self) -> None:
-        """Each rank keeps its share."""
+        """Free the gathered weights; each rank keeps its share."""
         self._sharded.reshard()
 
     def zero(self) -> None:
-        """Forget the summed gradient. That of a step that was given up is never reduced: the run ends
-        there.
-        """
+        """Drop the summed gradient; that of an abandoned step is never reduced, for the run ends there."""
         for p in self.parameters:
             p.grad = None
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sum over the ranks that train, which are those that share the weights."""
+        """Sum over the ranks that train, the same ones that share the weights."""
         self._reduce()
 
     def normalise(self, weight: float, clip_norm: float) -> torch.Tensor:
-        """As for `Gradients`; the norm is that of the whole gradient."""
+        """Normalise like `Gradients`; the norm is that of the whole gradient."""
         shards = [cast(DTensor, p.grad).to_local() for p in self.parameters]
         total = torch.stack([shard.pow(2).sum() for shard in shards]).sum()
         dist.all_reduce(total, group=cast(DTensor, self.parameters[0]).device_mesh.get_group())

@@ -1,10 +1,18 @@
-"""One rank of a run: what it loads, what it is fed with, and whether it trains, captures, or both."""
+"""One rank of a run: it loads its models, is fed with its microbatches, and trains, captures, or does both.
+
+Every rank runs the same code and derives its role from the layout. Rank 0 alone chooses the checkpoint and
+the compute dtypes and broadcasts both, so that ranks cannot differ in them.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,152 +35,273 @@ from dflash_core.dataflow.schedule import (
 from dflash_core.dataflow.transfer import capture_here, connect, receive, serve
 from dflash_core.decoding.during_training import decoder_of, draftable_prompts
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.errors import RunFailed, UserError
-from dflash_core.launch.process_groups import World
-from dflash_core.launch.rank_status import RankRecord
+from dflash_core.errors import RunFailed, Stopped, UserError
+from dflash_core.launch.layout import make_layout, role_of
+from dflash_core.launch.process_groups import World, rank_of_process, set_up, tear_down
+from dflash_core.launch.rank_status import RankRecord, reporting
 from dflash_core.launch.stop_signal import StopSignal
 from dflash_core.microbatch import FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings
 from dflash_core.target.capture import Capture
 from dflash_core.target.target import Target
-from dflash_core.training import run as setup
-from dflash_core.training.checkpoint import Checkpointer, State, check_free_disk, read_state, verify
+from dflash_core.training.checkpoint import Checkpointer, check_free_disk, verify
 from dflash_core.training.initial_loss import InitialLoss
 from dflash_core.training.loop import Trainer
-from dflash_core.training.memory_probe import out_of_memory_advice, probe
-from dflash_core.training.run import Run
+from dflash_core.training.memory_probe import out_of_memory_advice, probe_memory, probe_training
+from dflash_core.training.run import (
+    RunSpec,
+    build_drafter,
+    check_compatible,
+    feature_spec,
+    layer_ids,
+    load_ends,
+    load_target,
+    load_target_config,
+    pick_dtypes,
+)
+from dflash_core.training.state import State, read_state
+from dflash_core.training.validation import Decode
+
+EXIT_STOPPED = 143
+
+MakeMicrobatch = Callable[[Assignment], Microbatch]
+Groups = list[tuple[NDArray[np.int32], int]]  # store rows and width of each validation microbatch
 
 
-def run_rank(run: Run, world: World, record: RankRecord, stop: StopSignal) -> None:
-    """All that this process does in a run."""
-    config = run.config.training
+def run_and_exit(path: Path, stop: StopSignal) -> NoReturn:
+    """Run one rank and exit even if a thread is still blocked on a dead peer."""
+    try:
+        code = main(path, stop)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(path: Path, stop: StopSignal) -> int:
+    """Run this process's rank of the run that `path`, a run.json, describes.
+
+    Returns:
+        The exit code: 0 finished, 1 failed (the error is in the run's directory), 143 stopped by a signal.
+    """
+    run = RunSpec.load(path)
+    rank = rank_of_process()
+    record = RankRecord(run.directory, rank, role_of(make_layout(run.config.training), rank))
+    try:
+        with reporting(record):  # before peers see this rank's connections close
+            is_spread = run.config.target.device_map is not None
+            run_rank(run, set_up(run.config.training, spread_target=is_spread), record, stop)
+    except Stopped:
+        return EXIT_STOPPED
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        tear_down()
+    return 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process in a run."""
+
+    run: RunSpec
+    world: World
+    record: RankRecord
+    stop: StopSignal
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of a rank: the target if it captures, drafter and loss settings if it trains."""
+
+    spec: FeatureSpec
+    target: Target | None
+    capture: Capture | None
+    drafter: DFlashDrafter | None
+    loss_settings: LossSettings | None
+
+
+def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -> None:
+    """Take part in a run from its newest checkpoint to its end."""
     transformers_logging.disable_progress_bar()  # many ranks, one console
-    schedule = run.open_schedule(run.open_store())
-    facts = world.broadcast(run.facts(schedule) if world.is_leader else None)
+    rank = Rank(run, world, record, stop, run.open_schedule(run.open_store()))
+    facts = world.broadcast(run.facts(rank.schedule) if world.is_leader else None)
+    keep_last = run.config.training.keep_last
     checkpoints = Checkpointer(
-        run.directory / "checkpoints", keep_last=config.keep_last, group=world.checkpoint, rank=world.rank
+        run.directory / "checkpoints", keep_last=keep_last, group=world.checkpoint, rank=world.rank
     )
     chosen = world.broadcast(_choose_checkpoint(run, checkpoints, facts) if world.is_leader else None)
-    state = State() if chosen is None else read_state(chosen)
-    before = None if chosen is None else state
-    dtypes = world.broadcast(setup.pick_dtypes(run, world, before) if world.is_leader else None)
+    stored = None if chosen is None else read_state(chosen)
+    dtypes = world.broadcast(pick_dtypes(run, world, stored) if world.is_leader else None)
+    state = stored or State()
     state.facts = {**facts, "dtypes": {k: str(v).removeprefix("torch.") for k, v in dtypes.items()}}
     state.mlflow_run_id = run.mlflow_run_id or state.mlflow_run_id
 
     record.phase("load", step=state.step)
-    target_config = setup.load_target_config(run)
-    ids = setup.layer_ids(run, target_config)
-    spec = setup.feature_spec(run, target_config, ids, dtypes)
-    target = setup.load_target(run, world, ids, dtypes) if world.is_target else None
-    capture = None if target is None else _capture(run, world, schedule, target, spec, facts)
-    groups = _validation_groups(run, schedule)
-    make = _microbatch_maker(run, schedule, groups)
-    drafter = loss_settings = None
-    if world.is_drafter:
-        drafter = setup.build_drafter(run, target_config, ids, world.device)
-        ends = setup.load_ends(run, target_config, target, world.device, dtypes["drafter"])
-        loss_settings = LossSettings(
-            ends, run.config.objective, drafter.shape.mask_token_id, config.max_draft_slots, world.device
-        )
+    models = load_models(rank, dtypes, facts["inputs"]["target"])
     if world.layout.split:
         record.phase("connect")
         connect(world.layout, world.rank, world.device)
 
+    groups = _validation_groups(run, rank.schedule)
+    make = _microbatch_maker(run, rank.schedule, groups)
     assignments = assignments_of_rank(
-        world.layout, schedule, world.rank, num_validation_groups=len(groups), first_step=state.step
+        world.layout, rank.schedule, world.rank, num_validation_groups=len(groups), first_step=state.step
     )
-    feed, clock = Prefetcher(assignments, make, config.prefetch), DeviceClock(world.device)
-    inflight = config.max_inflight_microbatches
+    feed = Prefetcher(assignments, make, run.config.training.prefetch)
     try:
-        if drafter is None or loss_settings is None:
-            assert capture is not None
-            record.phase("probe")
-            told = probe(
-                run,
-                schedule,
-                make,
-                capture=capture,
-                train=None,
-                spec=spec,
-                record=record,
-                device=world.device,
-            )
-            _say(world, told)
-            serve(feed, capture, record, stop, world.device, inflight)
-            return
-        if capture is not None:
-            deliveries = capture_here(feed, capture, record, clock, world.device)
+        if models.drafter is None:
+            _capture_to_the_end(rank, models, feed, make)
         else:
-            deliveries = receive(feed, spec, record, clock, world.device, inflight)
-        trainer = Trainer(
-            run=run,
-            world=world,
-            record=record,
-            clock=clock,
-            stop=stop,
-            schedule=schedule,
-            checkpoints=checkpoints,
-            state=state,
-            drafter=drafter,
-            deliveries=deliveries,
-            loss_settings=loss_settings,
-            spec=spec,
-            num_validation_groups=len(groups),
-            decode=_decoder(run, world, schedule, target, stop),
-            initial=InitialLoss(drafter, loss_settings)
-            if config.check_initial_loss and chosen is None
-            else None,
-        )
-        if world.is_leader:
-            check_free_disk(run.directory, drafter.num_parameters(), config.keep_last)
-        if chosen is not None:
-            checkpoints.load(chosen, drafter, trainer.optimizer)
-            trainer.saved_step = state.step if chosen.parent == checkpoints.directory else -1
-        record.phase("probe")
-        _say(world, trainer.probe(make, capture))
-        trainer.train()
+            trainer = build_trainer(
+                rank, models, feed, checkpoints, state, num_groups=len(groups), is_resumed=chosen is not None
+            )
+            _train_to_the_end(trainer, chosen, make, models.capture)
     except torch.OutOfMemoryError as error:
         raise RunFailed(out_of_memory_advice(run)) from error
     finally:
         feed.close()
 
 
-def _say(world: World, line: str) -> None:
-    if line:
-        print(f"rank {world.rank}: {line}", flush=True)
+def load_models(rank: Rank, dtypes: dict[str, torch.dtype], target_fingerprint: str) -> Models:
+    """Load what this rank's role needs."""
+    run, world = rank.run, rank.world
+    target_config = load_target_config(run)
+    ids = layer_ids(run, target_config)
+    spec = feature_spec(run, target_config, ids, dtypes)
+    target = capture = drafter = loss_settings = None
+    if world.is_target:
+        target = load_target(run, world, ids, dtypes)
+        capture = build_capture(rank, target, spec, target_fingerprint)
+    if world.is_drafter:
+        drafter = build_drafter(run, target_config, ids, world.device)
+        ends = load_ends(run, target_config, target, world.device, dtypes["drafter"])
+        mask_token_id, max_draft_slots = drafter.shape.mask_token_id, run.config.training.max_draft_slots
+        loss_settings = LossSettings(ends, run.config.objective, mask_token_id, max_draft_slots, world.device)
+    return Models(spec, target, capture, drafter, loss_settings)
 
 
-def _capture(
-    run: Run, world: World, schedule: Schedule, target: Target, spec: FeatureSpec, facts: dict[str, Any]
-) -> Capture:
+def build_capture(rank: Rank, target: Target, spec: FeatureSpec, target_fingerprint: str) -> Capture:
+    """Return this rank's capture, cached as `target.cache` says; one rank prints the size of the cache."""
+    config = rank.run.config
     capture, line = make_capture(
-        target,
-        run.config.target,
-        run.config.objective,
-        schedule,
-        spec,
-        run.cache,
-        facts["inputs"]["target"],
+        target, config.target, config.objective, rank.schedule, spec, rank.run.cache, target_fingerprint
     )
-    if line and world.rank == world.layout.targets[0]:
+    if line and rank.world.rank == rank.world.layout.targets[0]:
         print(line, flush=True)
     return capture
 
 
-def _decoder(
-    run: Run, world: World, schedule: Schedule, target: Target | None, stop: StopSignal
-) -> Callable[[DFlashDrafter], dict[str, float]] | None:
-    """Real decoding on rank 0, where that rank holds both the target and all weights of the drafter."""
-    whole = run.config.training.parallel == "ddp" or world.control is None
-    if target is None or not world.is_leader or not whole:
+def build_trainer(
+    rank: Rank,
+    models: Models,
+    feed: Prefetcher[Microbatch],
+    checkpoints: Checkpointer,
+    state: State,
+    *,
+    num_groups: int,
+    is_resumed: bool,
+) -> Trainer:
+    """Return the trainer of a drafter rank, its microbatches captured here or received from target ranks."""
+    run, world, config = rank.run, rank.world, rank.run.config.training
+    drafter, loss_settings, spec = models.drafter, models.loss_settings, models.spec
+    assert drafter is not None
+    assert loss_settings is not None
+    clock = DeviceClock(world.device)
+    if models.capture is not None:
+        deliveries = capture_here(feed, models.capture, rank.record, clock, world.device)
+    else:
+        inflight = config.max_inflight_microbatches
+        deliveries = receive(feed, spec, rank.record, clock, world.device, inflight)
+    checks_initial_loss = config.check_initial_loss and not is_resumed
+    return Trainer(
+        run=run,
+        world=world,
+        record=rank.record,
+        clock=clock,
+        stop=rank.stop,
+        schedule=rank.schedule,
+        checkpoints=checkpoints,
+        state=state,
+        drafter=drafter,
+        deliveries=deliveries,
+        loss_settings=loss_settings,
+        spec=spec,
+        num_validation_groups=num_groups,
+        decode=_decoder(rank, models.target),
+        initial=InitialLoss(drafter, loss_settings) if checks_initial_loss else None,
+    )
+
+
+def _train_to_the_end(
+    trainer: Trainer, chosen: Path | None, make: MakeMicrobatch, capture: Capture | None
+) -> None:
+    """Load the chosen checkpoint, probe the memory, train."""
+    run, world, checkpoints = trainer.run, trainer.world, trainer.checkpoints
+    if world.is_leader:
+        keep_last = run.config.training.keep_last
+        check_free_disk(run.directory, trainer.drafter.num_parameters(), keep_last)
+    if chosen is not None:
+        checkpoints.load(chosen, trainer.drafter, trainer.optimizer)
+        trainer.saved_step = trainer.state.step if chosen.parent == checkpoints.directory else -1
+    trainer.record.phase("probe")
+    line = probe_training(
+        run,
+        trainer.schedule,
+        make,
+        capture=capture,
+        drafter=trainer.drafter,
+        gradients=trainer.gradients,
+        loss_settings=trainer.loss_settings,
+        spec=trainer.spec,
+        record=trainer.record,
+        world=world,
+    )
+    _print_line(world, line)
+    trainer.train()
+
+
+def _capture_to_the_end(
+    rank: Rank, models: Models, feed: Prefetcher[Microbatch], make: MakeMicrobatch
+) -> None:
+    """Probe the memory, then capture and send to the drafter ranks."""
+    run, device, capture = rank.run, rank.world.device, models.capture
+    assert capture is not None
+    rank.record.phase("probe")
+    line = probe_memory(
+        run, rank.schedule, make, capture=capture, spec=models.spec, record=rank.record, device=device
+    )
+    _print_line(rank.world, line)
+    inflight = run.config.training.max_inflight_microbatches
+    serve(feed, capture, rank.record, rank.stop, device, inflight)
+
+
+def _print_line(world: World, line: str) -> None:
+    if line:
+        print(f"rank {world.rank}: {line}", flush=True)
+
+
+def _decoder(rank: Rank, target: Target | None) -> Decode | None:
+    """Return real decoding on rank 0, if that rank holds both the target and all weights of the drafter."""
+    config, store = rank.run.config.training, rank.schedule.store
+    holds_all_weights = config.parallel == "ddp" or rank.world.control is None
+    if target is None or not rank.world.is_leader or not holds_all_weights:
         return None
-    rows = validation_rows(schedule.store, run.config.training.num_validation_samples)
-    prompts = draftable_prompts(schedule.store, rows)
-    return decoder_of(target, prompts, stop.is_set) if prompts else None
+    rows = validation_rows(store, config.num_validation_samples)
+    prompts = draftable_prompts(store, rows)
+    return decoder_of(target, prompts, rank.stop.is_set) if prompts else None
 
 
-def _choose_checkpoint(run: Run, checkpoints: Checkpointer, facts: dict[str, object]) -> Path | None:
-    """Where the run goes on, said in one line; rank 0 alone looks, so all ranks take the same."""
+def _choose_checkpoint(run: RunSpec, checkpoints: Checkpointer, facts: dict[str, Any]) -> Path | None:
+    """Return the checkpoint to resume from: the newest complete one, else `training.resume_from`.
+
+    Raises:
+        UserError: the named checkpoint is incomplete or belongs to another run.
+    """
     newest, skipped = checkpoints.newest()
     for line in skipped:
         print(line, flush=True)
@@ -183,22 +312,20 @@ def _choose_checkpoint(run: Run, checkpoints: Checkpointer, facts: dict[str, obj
                 f"training.resume_from: {newest}: {problem}; allowed: a complete checkpoint directory"
             )
     if newest is not None:
-        setup.check_fits(newest, read_state(newest), facts)
+        check_compatible(newest, read_state(newest), facts)
         print(f"resuming from {newest} at step {read_state(newest).step}", flush=True)
     return newest
 
 
-def _validation_groups(run: Run, schedule: Schedule) -> list[tuple[NDArray[np.int32], int]]:
+def _validation_groups(run: RunSpec, schedule: Schedule) -> Groups:
     batching = run.config.batching
     rows = validation_rows(schedule.store, run.config.training.num_validation_samples)
     packed = STRATEGIES[batching.strategy].is_packed
     return validation_groups(schedule.store, rows, token_budget=batching.token_budget, packed=packed)
 
 
-def _microbatch_maker(
-    run: Run, schedule: Schedule, groups: list[tuple[NDArray[np.int32], int]]
-) -> Callable[[Assignment], Microbatch]:
-    """From an assignment to its tokens and anchors; step -1 stands for validation."""
+def _microbatch_maker(run: RunSpec, schedule: Schedule, groups: Groups) -> MakeMicrobatch:
+    """Return a function from an assignment, of a step or of validation, to its tokens and anchors."""
     config = run.config
 
     def make(assignment: Assignment) -> Microbatch:

@@ -1,4 +1,7 @@
-"""From `run.json` to the parts of a run on this rank: data, dtypes, target or its frozen ends, drafter."""
+"""`run.json`, the description of a run, and the parts of a run on this rank that are built from it.
+
+Parts: token store, compute dtypes, the target or its frozen ends, the drafter with its initial weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 
 from dflash_core.config import RunConfig, decisive, from_dict
-from dflash_core.data.store import TokenStore
+from dflash_core.data.store import TokenStore, open_store
 from dflash_core.dataflow.schedule import Schedule
 from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
@@ -24,12 +27,12 @@ from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.materialise import fingerprint
 from dflash_core.target.target import Target
-from dflash_core.training.checkpoint import State, differences
+from dflash_core.training.state import State, changed_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """run.json."""
+class RunSpec:
+    """The contents of run.json: config, paths and digests of one run."""
 
     directory: Path
     config: RunConfig
@@ -42,8 +45,8 @@ class Run:
     mlflow_run_id: str | None
 
     @classmethod
-    def load(cls, path: Path) -> Run:
-        """Read and check; relative paths are relative to the working directory.
+    def load(cls, path: Path) -> RunSpec:
+        """Read and check a run.json; relative paths are relative to the working directory.
 
         Raises:
             UserError: a missing or unreadable file, or a missing field, by name.
@@ -70,14 +73,15 @@ class Run:
             ) from error
 
     def open_store(self) -> TokenStore:
-        data = self.config.data
-        return TokenStore.open(
-            self.shards,
-            validation_share=data.validation_share,
-            min_validation_samples=data.min_validation_samples,
-        )
+        """Open the shards with the validation share of the settings."""
+        return open_store(self.shards, self.config.data)
 
     def open_schedule(self, store: TokenStore) -> Schedule:
+        """Open the plans.
+
+        Raises:
+            UserError: they have another number of steps than run.json states.
+        """
         schedule = Schedule(store, self.plans, self.config.training.max_steps)
         if self.total_steps not in (None, schedule.total_steps):
             raise UserError(
@@ -87,9 +91,9 @@ class Run:
         return schedule
 
     def facts(self, schedule: Schedule) -> dict[str, Any]:
-        """What a checkpoint must agree on to be resumed: decisive settings and the digests of all inputs."""
+        """Return decisive settings and digests of all inputs, which a checkpoint must share to be resumed."""
         settings = decisive(self.config)
-        settings["training"].pop("init_from", None)  # weights, which a checkpoint replaces
+        settings["training"].pop("init_from", None)  # a checkpoint replaces these weights
         return {
             **json.loads(json.dumps(settings)),
             "inputs": {
@@ -100,35 +104,42 @@ class Run:
         }
 
 
-def check_fits(path: Path, state: State, facts: dict[str, Any]) -> None:
-    """A checkpoint belongs to one run.
+def check_compatible(path: Path, state: State, facts: dict[str, Any]) -> None:
+    """Check that a checkpoint belongs to this run.
+
+    Args:
+        path: of the checkpoint, for the message.
+        state: of the checkpoint.
+        facts: of the run.
 
     Raises:
         UserError: with each differing field and both values.
     """
     stored = {k: v for k, v in state.facts.items() if k != "dtypes"}
-    if lines := differences(stored, facts):
+    if lines := changed_fields(stored, facts):
         raise UserError(
             f"training.resume_from: checkpoint {path} does not fit this run (checkpoint -> run): "
             f"{'; '.join(lines)}"
         )
 
 
-def pick_dtypes(run: Run, world: World, state: State | None) -> dict[str, torch.dtype]:
-    """Compute dtypes of target and drafter and the feature dtype, equal on all ranks and after a resume.
+def pick_dtypes(run: RunSpec, world: World, state: State | None) -> dict[str, torch.dtype]:
+    """Return compute dtypes of `target` and `drafter` and the `feature` dtype, stable over resumes.
 
-    "auto" is decided by rank 0's probe once in the life of a run: another outcome later would change the
-    results.
+    "auto" is resolved once in the life of a run, for rank 0's device (the caller broadcasts): another outcome
+    later would change the results.
+
+    Args:
+        run: its settings.
+        world: its device decides.
+        state: of the checkpoint to resume from, or None for a new run.
     """
     config = run.config
     if state is None:
         device = str(world.device)
         target = resolve_dtype(config.target.compute_dtype, device)
-        feature = (
-            target
-            if config.target.feature_dtype == "auto"
-            else resolve_dtype(config.target.feature_dtype, device)
-        )
+        wanted = config.target.feature_dtype
+        feature = target if wanted == "auto" else resolve_dtype(wanted, device)
         drafter = resolve_dtype(config.training.compute_dtype, device)
         return {"target": target, "feature": feature, "drafter": drafter}
     stored = {k: getattr(torch, v) for k, v in state.facts["dtypes"].items()}
@@ -136,13 +147,13 @@ def pick_dtypes(run: Run, world: World, state: State | None) -> dict[str, torch.
     return {k: getattr(torch, asked[k]) if asked.get(k, "auto") != "auto" else v for k, v in stored.items()}
 
 
-def layer_ids(run: Run, target_config: Any) -> tuple[int, ...]:
-    """Layers to capture."""
+def layer_ids(run: RunSpec, target_config: Any) -> tuple[int, ...]:
+    """Return the target layers to capture."""
     return captured_layers(run.config.drafter, target_config.get_text_config().num_hidden_layers)
 
 
-def load_target_config(run: Run) -> Any:
-    """The transformers configuration of the target."""
+def load_target_config(run: RunSpec) -> Any:
+    """Load the transformers configuration of the target."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(
@@ -150,8 +161,8 @@ def load_target_config(run: Run) -> Any:
     )
 
 
-def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
-    """The frozen target on this rank."""
+def load_target(run: RunSpec, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
+    """Load the frozen target on this rank."""
     return Target.load(
         run.target,
         layer_ids=ids,
@@ -165,42 +176,51 @@ def load_target(run: Run, world: World, ids: tuple[int, ...], dtypes: dict[str, 
 
 
 def load_ends(
-    run: Run, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
+    run: RunSpec, target_config: Any, target: Target | None, device: torch.device, dtype: torch.dtype
 ) -> TargetEnds:
-    """Embedding and lm_head in the drafter's compute dtype.
+    """Return the target's embedding and lm_head in the drafter's compute dtype.
 
-    Without the target on this rank those two tensors alone are read, whatever its size.
+    Without the target on this rank, only those two tensors are read from its files.
+
+    Raises:
+        UserError: the files hold no such tensor.
     """
     if target is not None:
         return TargetEnds(target.embed_weight.to(device, dtype), target.head_weight.to(device, dtype))
     model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
     names = {id(p): name for name, p in model.named_parameters()}
     wanted = [names[id(m.weight)] for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    found = stored_tensors(run.target, wanted)
-    missing = [n for n in wanted if n not in found]
+    stored = stored_tensors(run.target, wanted)
+    missing = [n for n in wanted if n not in stored]
     if missing and not target_config.get_text_config().tie_word_embeddings:
         raise UserError(
             f"target: {run.target} holds no tensor {missing[0]}; allowed: a complete causal language model"
         )
     # Tied weights may be stored under either name.
-    embed, head = (found.get(n, next(iter(found.values()))).to(device, dtype) for n in wanted)
+    either = next(iter(stored.values()))
+    embed, head = (stored.get(n, either).to(device, dtype) for n in wanted)
     return TargetEnds(embed, head)
 
 
-def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: torch.device) -> DFlashDrafter:
-    """The drafter with its first weights (of the seed, of `training.init_from`, or
-    the target's: `training.first_weights`), fp32, on the device."""
+def build_drafter(
+    run: RunSpec, target_config: Any, ids: tuple[int, ...], device: torch.device
+) -> DFlashDrafter:
+    """Return the drafter with its initial weights, fp32, on the device.
+
+    They are those of `training.init_from`, or random ones of the seed, or derived from the target's
+    (`training.first_weights`).
+
+    Raises:
+        UserError: the drafter of `training.init_from` has another shape.
+    """
     generator = torch.Generator().manual_seed(run.config.training.seed)
     drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
     if run.config.training.init_from is not None:
         source = drafter_directory(Path(run.config.training.init_from), field="training.init_from")
         given = load_drafter(source)
         if given.shape != drafter.shape:
-            old, new = (dict(vars(d.shape)) for d in (given, drafter))
-            raise UserError(
-                f"training.init_from: {source} does not fit (there -> here): "
-                f"{'; '.join(differences(old, new))}"
-            )
+            lines = changed_fields(vars(given.shape), vars(drafter.shape))
+            raise UserError(f"training.init_from: {source} does not fit (there -> here): {'; '.join(lines)}")
         drafter.load_state_dict(given.state_dict())
     elif run.config.training.first_weights == "target":
         model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
@@ -209,9 +229,9 @@ def build_drafter(run: Run, target_config: Any, ids: tuple[int, ...], device: to
 
 
 def feature_spec(
-    run: Run, target_config: Any, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]
+    run: RunSpec, target_config: Any, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]
 ) -> FeatureSpec:
-    """Shapes of what is captured."""
+    """Return the shapes of the captured features."""
     return FeatureSpec.of(
         run.config.objective,
         layers=len(ids),

@@ -1,4 +1,4 @@
-"""What a run says when it is over: counters, and who waited for whom."""
+"""End-of-run summary: counters, results, seconds of each role, and advice on a better split of the ranks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 
+from dflash_core.launch.layout import Layout
 from dflash_core.launch.rank_status import read_records
-from dflash_core.training.checkpoint import State
-from dflash_core.training.run import Run
+from dflash_core.training.run import RunSpec
+from dflash_core.training.state import State
 
 
-def summarise(state: State, run: Run, exported_step: int | None, advice: str) -> dict[str, Any]:
-    """Counters of the whole run, resumed parts included; what the report's `train` and `validation` come
-    from.
+def summarise(state: State, run: RunSpec, *, exported_step: int | None, advice: str) -> dict[str, Any]:
+    """Return the contents of summary.json: counters of the whole run, resumed parts included.
 
-    `advice`: who waited for whom, see `topology.split_advice`.
+    The report's `train` and `validation` sections are made of it.
+
+    Args:
+        state: after the last step.
+        run: its directory holds the records of all ranks.
+        exported_step: the step whose weights were exported.
+        advice: see `split_advice`.
     """
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
@@ -45,9 +51,10 @@ def summarise(state: State, run: Run, exported_step: int | None, advice: str) ->
     }
 
 
-def seconds_by_role(run: Run) -> dict[str, dict[str, float]]:
-    """Seconds that the processes of each role spent since they started, by the first word of what they were doing,
-    as their hosts see it: on CUDA captures and training are queued in no time and waited for elsewhere.
+def seconds_by_role(run: RunSpec) -> dict[str, dict[str, float]]:
+    """Return the seconds of each role by the first word of the phase, since its processes started.
+
+    These are seconds of the hosts, which on CUDA queue captures and training and wait in another phase.
     """
     by_role: dict[str, dict[str, float]] = {}
     for record in read_records(run.directory):
@@ -55,3 +62,33 @@ def seconds_by_role(run: Run) -> dict[str, dict[str, float]]:
         for kind, value in record["seconds"].items():
             seconds[kind] = seconds.get(kind, 0.0) + value
     return by_role
+
+
+def split_advice(capture_seconds: float, train_seconds: float, layout: Layout) -> str:
+    """Return a sentence on which role waits for the other, and the split of the ranks that would be faster.
+
+    Args:
+        capture_seconds: work of all ranks together on captures.
+        train_seconds: work of all ranks together on training.
+        layout: the ranks of each role.
+
+    With T target ranks and D drafter ranks a run takes about max(capture / T, train / D): the slower side
+    sets the pace. Colocated ranks take (capture + train) / N, less what overlaps on a GPU. Example: 300 s of
+    capture and 100 s of training on 2+2 ranks: 150 s; 3+1 would take 100 s, 1.5 times as fast.
+    """
+    num_targets, num_drafters = len(layout.targets), len(layout.drafters)
+    work = f"capture {capture_seconds:.1f} s, training {train_seconds:.1f} s of work"
+    if not layout.split:
+        return f"{work} on {num_drafters} colocated ranks"
+    targets, drafters = capture_seconds / num_targets, train_seconds / num_drafters
+    ranks = num_targets + num_drafters
+    now = max(targets, drafters)
+    best = min(range(1, ranks), key=lambda t: max(capture_seconds / t, train_seconds / (ranks - t)))
+    best_seconds = max(capture_seconds / best, train_seconds / (ranks - best))
+    slower = "targets" if targets > drafters else "drafters"
+    share = min(targets, drafters) / now if now else 1.0
+    bottleneck = f"{work}: {slower} are the bottleneck, the others busy {share:.0%} of the time"
+    if best == num_targets or best_seconds >= 0.95 * now:
+        return f"{bottleneck}; this split is the best"
+    speedup = now / best_seconds
+    return f"{bottleneck}: {best}+{ranks - best} (targets+drafters) would give about {speedup:.2f}x"

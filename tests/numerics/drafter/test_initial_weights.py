@@ -13,6 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
+from benchmarks.support.tiny_run import write_run
 from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.config import DrafterConfig
 from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, drafter_shape
@@ -20,8 +21,7 @@ from dflash_core.drafter.export import save_drafter
 from dflash_core.drafter.initial_weights import counterparts, empty_model, offset_of
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
-from dflash_core.training.run import Run, build_drafter, load_target_config
-from tests.training_run import write_run
+from dflash_core.training.run import RunSpec, build_drafter, load_target_config
 
 IDS = (0, 2)
 
@@ -39,12 +39,12 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(root: Path, target: Path, changes: dict | None = None) -> Run:
+def load(root: Path, target: Path, changes: dict | None = None) -> RunSpec:
     run_dir, _ = write_run(root, target, changes, name="run", num_samples=12)
-    return Run.load(run_dir / "run.json")
+    return RunSpec.load(run_dir / "run.json")
 
 
-def build(run: Run) -> DFlashDrafter:
+def build(run: RunSpec) -> DFlashDrafter:
     return build_drafter(run, load_target_config(run), IDS, torch.device("cpu"))
 
 

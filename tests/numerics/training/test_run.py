@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.support.tiny_run import write_run
 from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
-from dflash_core.training.checkpoint import State
-from dflash_core.training.run import Run, check_fits, load_ends, load_target_config
-from tests.training_run import write_run
+from dflash_core.training.run import RunSpec, check_compatible, load_ends, load_target_config
+from dflash_core.training.state import State
 
 
 def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
@@ -22,12 +22,12 @@ def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
     """Every field that does not fit is named."""
 
     def facts(run_dir: Path) -> dict:
-        run = Run.load(run_dir / "run.json")
+        run = RunSpec.load(run_dir / "run.json")
         return run.facts(run.open_schedule(run.open_store()))
 
     here, _ = write_run(tmp_path, tiny_target_dir, {"training": {"epochs": 1}}, name="here")
     stored = State(step=7, facts={**facts(here), "dtypes": {"target": "float32"}})
-    check_fits(Path("step-00000007"), stored, facts(here))
+    check_compatible(Path("step-00000007"), stored, facts(here))
     target = shutil.copytree(tiny_target_dir, tmp_path / "target")
     (target / "generation_config.json").write_text('{"eos_token_id": 1}')
     template = tmp_path / "template.jinja"
@@ -41,7 +41,7 @@ def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
     }
     there, _ = write_run(tmp_path, target, changes, name="there", num_samples=50)
     with pytest.raises(UserError) as rejection:
-        check_fits(Path("step-00000007"), stored, facts(there))
+        check_compatible(Path("step-00000007"), stored, facts(there))
     message = str(rejection.value)
     for line in (
         "drafter.mask_token_id: 3 -> 2",
@@ -65,7 +65,7 @@ def test_embedding_and_head_are_the_targets_with_and_without_it(tied: bool, tmp_
     """A rank that only trains reads two tensors, or the one that is stored when they are tied."""
     directory = make_tiny_target(tmp_path / "target", tie_word_embeddings=tied)
     run_dir, _ = write_run(tmp_path, directory, name="run", num_samples=12)
-    run = Run.load(run_dir / "run.json")
+    run = RunSpec.load(run_dir / "run.json")
     config = load_target_config(run)
     target = Target.load(directory, layer_ids=(0, 2), compute_dtype="float32")
     whole, alone = (load_ends(run, config, t, torch.device("cpu"), torch.float32) for t in (target, None))

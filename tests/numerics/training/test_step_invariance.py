@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.support.tiny_run import write_shard
 from dflash_core.config import ObjectiveConfig
 from dflash_core.data.store import TokenStore
 from dflash_core.dataflow.schedule import build_microbatch
@@ -32,7 +33,6 @@ from tests.support.drafter_cases import (
     make_drafter,
     run,
 )
-from tests.training_run import write_shard
 
 # row 9 has no anchor
 ROWS = np.array([3, 9, 4, 6], dtype=np.int32)

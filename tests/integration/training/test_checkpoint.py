@@ -1,6 +1,4 @@
-"""A run that was stopped and went on equals one that was not: bit for bit at the same ranks, closely at
-others.
-"""
+"""A stopped and resumed run equals an undisturbed one: bit for bit on the same ranks, closely on others."""
 
 from __future__ import annotations
 
@@ -12,26 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.support.ranks import console, run_ranks, start_ranks, wait_for
+from benchmarks.support.tiny_run import losses, read_metrics, weights, write_run
 from dflash_core.batching.storage import load_plan
 from dflash_core.config import RunConfig
-from tests.ranks import console, run_ranks, start_ranks, wait_for
-from tests.training_run import (
-    losses,
-    newest,
-    read_metrics,
-    signal_rank,
-    weights,
-    when_step,
-    with_training,
-    write_run,
-)
+from tests.support.run_control import newest_checkpoint, signal_rank, when_step, with_training
 
-STOPPED = 143  # exit code of a rank that ended as it was told
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resume")
+STOPPED = 143  # exit code of a rank after SIGTERM
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +24,8 @@ def undisturbed(root: Path, tiny_target_dir: Path) -> Path:
     run_dir, config = write_run(root, tiny_target_dir, name="undisturbed")
     run_ranks(run_dir, config)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == len(losses(run_dir)) and summary["updates"] == summary["steps"]
+    assert summary["steps"] == len(losses(run_dir))
+    assert summary["updates"] == summary["steps"]
     return run_dir
 
 
@@ -48,15 +34,15 @@ def stop_at(run_dir: Path, config: RunConfig, step: int, rank: int = 0) -> int:
     processes = start_ranks(run_dir, config)
     when_step(run_dir, step, lambda: signal_rank(run_dir, rank, signal.SIGTERM)).join()
     assert set(wait_for(processes)) == {STOPPED}
-    return newest(run_dir)
+    return newest_checkpoint(run_dir)
 
 
 def assert_equal_runs(run_dir: Path, undisturbed: Path) -> None:
     """Losses of all steps, validations and weights, bit for bit."""
     assert losses(run_dir) == losses(undisturbed)
     for kind in ("validation/loss", "validation/acceptance_length"):
-        found, expected = (read_metrics(d, kind) for d in (run_dir, undisturbed))
-        assert {s: v[kind] for s, v in found.items()} == {s: v[kind] for s, v in expected.items()}
+        actual, expected = (read_metrics(d, kind) for d in (run_dir, undisturbed))
+        assert {s: v[kind] for s, v in actual.items()} == {s: v[kind] for s, v in expected.items()}
     ours, theirs = weights(run_dir), weights(undisturbed)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -75,15 +61,16 @@ def test_two_interruptions_and_a_truncated_checkpoint(
     tensors = next(damaged.glob("*.distcp"))
     tensors.write_bytes(tensors.read_bytes()[:-100])
     run_ranks(run_dir, config)
-    said = console(run_dir)
-    assert f"skipped checkpoint {damaged.name}:" in said and "resuming from" in said
+    output = console(run_dir)
+    assert f"skipped checkpoint {damaged.name}:" in output
+    assert "resuming from" in output
     assert_equal_runs(run_dir, undisturbed)
 
 
 def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny_target_dir: Path) -> None:
-    """Every checkpoint of one run is a place to go on from; here the ends of the first epoch."""
+    """A run can resume from each of its checkpoints; here from the end of the first epoch."""
     run_dir, config = write_run(root, tiny_target_dir, name="epoch-end")
-    # by time alone: an interval that is over after every step
+    # By time alone: an interval that ends within every step.
     every_step = with_training(
         run_dir, config, checkpoint_every_seconds=1e-6, checkpoint_every_steps=10**6, keep_last=1000
     )
@@ -93,7 +80,7 @@ def test_resume_at_the_last_step_of_an_epoch(root: Path, undisturbed: Path, tiny
     for checkpoint in (run_dir / "checkpoints").iterdir():
         if int(checkpoint.name[5:]) > boundary:
             shutil.rmtree(checkpoint)
-    assert newest(run_dir) == boundary
+    assert newest_checkpoint(run_dir) == boundary
     run_ranks(run_dir, every_step)
     assert_equal_runs(run_dir, undisturbed)
 
@@ -105,19 +92,20 @@ def test_resume_on_other_ranks(root: Path, undisturbed: Path, tiny_target_dir: P
     sharded = with_training(run_dir, config, topology="split", num_drafter_ranks=2, parallel="fsdp2")
     assert stop_at(run_dir, sharded, first + 3) >= first + 3
     run_ranks(run_dir, with_training(run_dir, config))
-    expected, found = read_metrics(undisturbed), read_metrics(run_dir)
-    assert list(found) == list(expected)
+    expected, actual = read_metrics(undisturbed), read_metrics(run_dir)
+    assert list(actual) == list(expected)
     for step, line in expected.items():
-        assert found[step]["train/lr"] == line["train/lr"]
-        assert found[step]["batch/num_samples"] == line["batch/num_samples"]
-        assert found[step]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
+        assert actual[step]["train/lr"] == line["train/lr"]
+        assert actual[step]["batch/num_samples"] == line["batch/num_samples"]
+        assert actual[step]["train/loss"] == pytest.approx(line["train/loss"], rel=1e-5)
 
 
 def test_the_best_checkpoint_survives_a_resume_and_is_exported(undisturbed: Path) -> None:
-    """Also when a later validation is worse: what counts is the stored best, not the first after a resume."""
+    """Also when a later validation is worse: the stored best counts, not the first after a resume."""
     summary = json.loads((undisturbed / "summary.json").read_text())
     by_step = {s: v["validation/loss"] for s, v in read_metrics(undisturbed, "validation/loss").items()}
-    assert 0 in by_step and summary["steps"] in by_step
+    assert 0 in by_step
+    assert summary["steps"] in by_step
     assert summary["best_validation_loss"] == min(by_step.values())
     assert summary["exported_step"] == summary["best_step"] == min(by_step, key=lambda s: by_step[s])
 
@@ -138,26 +126,27 @@ def test_a_cached_run_equals_itself_after_a_resume(root: Path, tiny_target_dir: 
     assert_equal_runs(on_disk, whole)
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_both_values(
+def test_a_checkpoint_of_another_run_is_rejected_with_both_values(
     root: Path, undisturbed: Path, tiny_target_dir: Path
 ) -> None:
-    named = undisturbed / "checkpoints" / f"step-{newest(undisturbed):08d}"
+    named = undisturbed / "checkpoints" / f"step-{newest_checkpoint(undisturbed):08d}"
     changes = {
         "drafter": {"block_size": 6},
         "optimizer": {"lr": 1e-3},
         "training": {"resume_from": str(named)},
     }
     run_dir, config = write_run(root, tiny_target_dir, changes, name="misfit")
-    with pytest.raises(RuntimeError) as refusal:
+    with pytest.raises(RuntimeError) as rejection:
         run_ranks(run_dir, config)
-    message = str(refusal.value)
-    assert "drafter.block_size: 4 -> 6" in message and "optimizer.lr: 0.003 -> 0.001" in message
+    message = str(rejection.value)
+    assert "drafter.block_size: 4 -> 6" in message
+    assert "optimizer.lr: 0.003 -> 0.001" in message
     assert str(named) in message
     assert not list((run_dir / "checkpoints").iterdir())
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path, tiny_target_dir: Path) -> None:
     run_dir, config = write_run(
-        root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-told"
+        root, tiny_target_dir, {"training": {"num_drafter_ranks": 2}}, name="one-signal"
     )
     assert stop_at(run_dir, config, 3, rank=1) >= 3

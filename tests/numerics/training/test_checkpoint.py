@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, exact, pruned, and refused where they do not fit."""
+"""Checkpoints: complete or absent, exact, pruned, and rejected where they do not fit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from torch import nn
 from dflash_core.config import OptimizerConfig
 from dflash_core.errors import UserError
 from dflash_core.training import checkpoint
-from dflash_core.training.checkpoint import (
-    Checkpointer,
-    State,
-    check_free_disk,
-    differences,
-    read_state,
-    verify,
-)
+from dflash_core.training.checkpoint import Checkpointer, check_free_disk, verify
 from dflash_core.training.optim import build_optimizer
+from dflash_core.training.state import State, changed_fields, read_state
 
 
 def trained(steps: int, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -43,7 +37,7 @@ def store(directory: Path, keep_last: int = 2) -> Checkpointer:
     return Checkpointer(directory, keep_last=keep_last, group=None)
 
 
-def test_a_loaded_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_loaded_run_continues_bit_for_bit(tmp_path: Path) -> None:
     model, optimizer = trained(3)
     checkpoints = store(tmp_path)
     state = State(
@@ -52,7 +46,8 @@ def test_a_loaded_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     checkpoints.save(state, model, optimizer, wait=True)
     other, other_optimizer = trained(0, seed=9)
     path, skipped = store(tmp_path).newest()
-    assert path is not None and skipped == []
+    assert path is not None
+    assert skipped == []
     assert store(tmp_path).load(path, other, other_optimizer) == state
     for m, o in ((model, optimizer), (other, other_optimizer)):
         advance(m, o, range(3, 6))
@@ -101,7 +96,8 @@ def test_a_damaged_newest_is_skipped_with_a_line(tmp_path: Path, damage, words: 
     path, skipped = checkpoints.newest()
     assert path == tmp_path / "step-00000001"
     assert len(skipped) == 1
-    assert "step-00000002" in skipped[0] and words in skipped[0]
+    assert "step-00000002" in skipped[0]
+    assert words in skipped[0]
     with pytest.raises(UserError, match="allowed: a complete checkpoint"):
         checkpoints.load(tmp_path / "step-00000002", model, optimizer)
 
@@ -123,7 +119,8 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
         checkpoints.save(State(step=step, best_step=2 if step >= 2 else None), model, optimizer, wait=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000005", "step-00000006"]
     assert checkpoints.at_step(2) == tmp_path / "step-00000002"
-    assert checkpoints.at_step(3) is None and checkpoints.at_step(None) is None
+    assert checkpoints.at_step(3) is None
+    assert checkpoints.at_step(None) is None
 
 
 def test_a_failed_save_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +143,7 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drafter_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_drafter_of_another_shape_is_rejected_by_name(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     store(tmp_path).save(State(step=1, updates=1), model, optimizer, wait=True)
     other = nn.Sequential(nn.Linear(4, 5, bias=False))
@@ -154,7 +151,7 @@ def test_a_drafter_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         store(tmp_path).load(tmp_path / "step-00000001", other, None)
 
 
-def test_a_state_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_state_of_another_version_is_rejected_by_name(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     store(tmp_path).save(State(step=1), model, optimizer, wait=True)
     path = tmp_path / "step-00000001" / "state.json"
@@ -166,10 +163,10 @@ def test_a_state_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     assert verify(path.parent) is not None
 
 
-def test_differences_name_fields_and_both_values() -> None:
+def test_changed_fields_are_named_with_both_values() -> None:
     old = {"drafter": {"block_size": 8, "mask_token_id": 3}, "inputs": {"data": "a"}}
     new = {"drafter": {"block_size": 16, "mask_token_id": 3}, "inputs": {"data": "b"}}
-    assert differences(old, new) == ["drafter.block_size: 8 -> 16", "inputs.data: 'a' -> 'b'"]
+    assert changed_fields(old, new) == ["drafter.block_size: 8 -> 16", "inputs.data: 'a' -> 'b'"]
 
 
 def test_free_disk_is_checked_before_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The probe of the largest microbatches: what would fit, found on a device that holds so much and no more."""
+"""The memory probe: settings that fit, found on a simulated device of limited memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def microbatch(*lengths: int, width: int = 0) -> Microbatch:
 
 
 class Device:
-    """Holds `slots` of a target's forward and `draft_slots` in a drafter's chunk; beyond that memory is out."""
+    """A device with room for `slots` of a target's forward and `draft_slots` in a drafter's chunk."""
 
     def __init__(self, slots: int, draft_slots: int) -> None:
         self.slots, self.draft_slots = slots, draft_slots
@@ -81,10 +81,10 @@ RUN = cast(
 )
 
 
-def test_what_fits_is_run_with_one_microbatch_trained_while_another_is_captured() -> None:
+def test_one_microbatch_is_trained_while_another_is_captured() -> None:
     device = Device(96, 64)
     probe_of(device).check(RUN)
-    assert device.trained == [(90, 64)] * 3  # the first comes again: it is captured while the last is trained
+    assert device.trained == [(90, 64)] * 3  # the first again: it is captured while the last is trained
     alone = Device(0, 64)
     probe_of(alone, captures=False).check(RUN)  # a drafter rank of `split`
     assert len(alone.trained) == 2
@@ -99,12 +99,12 @@ def test_fewer_draft_slots_are_named_first() -> None:
         probe_of(Device(0, 20), captures=False).check(RUN)
 
 
-def test_a_smaller_token_budget_where_the_target_is_too_much() -> None:
+def test_a_smaller_token_budget_where_the_target_does_not_fit() -> None:
     probe = replace(probe_of(Device(40, 16)), microbatches=[microbatch(30, 30, 30)])
-    found = probe.what_fits(Limits(max_draft_slots=64, token_budget=96), 4)
-    assert found == Limits(max_draft_slots=16, token_budget=48)  # one sample of 30
+    fitting = probe.what_fits(Limits(max_draft_slots=64, token_budget=96), 4)
+    assert fitting == Limits(max_draft_slots=16, token_budget=48)  # one sample of 30
     assert "batching.token_budget 48 would fit (now 96), with training.max_draft_slots 16 (now 64)" in (
-        out_of_memory_advice(RUN, found)
+        out_of_memory_advice(RUN, fitting)
     )
 
 
@@ -117,8 +117,10 @@ def test_a_sample_that_does_not_fit_alone() -> None:
 
 def test_leading_samples_keep_their_anchors() -> None:
     part = leading(microbatch(3, 2, 4), 6)
-    assert part.cu_seqlens.tolist() == [0, 3, 5] and part.num_tokens == 5
-    assert part.anchors.tolist() == [0, 3] and part.anchor_sample.tolist() == [0, 1]
+    assert part.cu_seqlens.tolist() == [0, 3, 5]
+    assert part.num_tokens == 5
+    assert part.anchors.tolist() == [0, 3]
+    assert part.anchor_sample.tolist() == [0, 1]
     assert leading(microbatch(3, 2, 4, width=4), 8).num_samples == 2  # padded rows of 4
     assert leading(microbatch(9, 2), 4).num_samples == 1  # never none
     whole = microbatch(3, 2, 4)

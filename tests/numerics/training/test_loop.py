@@ -1,5 +1,4 @@
-"""The same seed and plans give the same training whatever the ranks do: 20 steps within 1e-5 relative, in
-float32.
+"""The same seed and plans give the same training on any ranks: 20 steps within 1e-5 relative, in float32.
 
 Catches a mean of means, a gradient averaged over ranks, samples that move between steps, anchors that depend
 on a rank, and collectives that a rank without anchors or without a microbatch does not join. The data has
@@ -14,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.injected_faults import probed
-from tests.ranks import run_ranks, start_on_two_machines
-from tests.training_run import losses, read_metrics, write_run
+from benchmarks.support.ranks import run_ranks, start_on_two_machines
+from benchmarks.support.tiny_run import losses, read_metrics, write_run
+from tests.support.injected_faults import probed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,11 +39,6 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sameness")
-
-
-@pytest.fixture(scope="module")
 def alone(root: Path, tiny_target_dir: Path) -> Path:
     run_dir, config = write_run(root, tiny_target_dir, COMMON, name="alone")
     run_ranks(run_dir, config)
@@ -54,30 +48,32 @@ def alone(root: Path, tiny_target_dir: Path) -> Path:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_same_training(name: str, root: Path, alone: Path, tiny_target_dir: Path) -> None:
-    """Also that the probe before the first step, which a CPU is spared otherwise, leaves no trace."""
+    """Each run starts with the memory probe, normally left out on a CPU, which must not change the result."""
     changes = {**COMMON, "training": {**COMMON["training"], **TOPOLOGIES[name]}}
     run_dir, config = write_run(root, tiny_target_dir, changes, name=name.replace(" ", "-"))
     if config.training.num_nodes == 1:
         run_ranks(run_dir, config, probed)
     else:
         start_on_two_machines(run_dir, config)
-    expected, found = read_metrics(alone), read_metrics(run_dir)
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    expected, actual = read_metrics(alone), read_metrics(run_dir)
+    assert list(actual) == list(expected) == list(range(1, STEPS + 1))
     for step in expected:
         for field in ("train/lr", "batch/num_samples", "batch/tokens"):
-            assert found[step][field] == expected[step][field]
+            assert actual[step][field] == expected[step][field]
         for field in ("train/loss", "train/grad_norm"):
-            assert found[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
-        assert_plausible_roles(found[step], split=config.training.topology == "split")
+            assert actual[step][field] == pytest.approx(expected[step][field], rel=1e-5), (step, field)
+        assert_plausible_roles(actual[step], split=config.training.topology == "split")
     final = [read_metrics(d, "validation/loss")[STEPS]["validation/loss"] for d in (alone, run_dir)]
     assert final[1] == pytest.approx(final[0], rel=1e-5)
     assert_same_initial_loss(alone, run_dir)
 
 
 def assert_plausible_roles(line: dict[str, Any], *, split: bool) -> None:
-    """What the line of a step says of who worked and who waited."""
-    assert line["perf/capture_seconds"] > 0 and line["perf/drafter_seconds"] > 0
-    assert 0 < line["perf/drafters_busy"] <= 1 and line["perf/capture_tokens_per_second"] > 0
+    """Check the work and waiting of the roles in the line of a step."""
+    assert line["perf/capture_seconds"] > 0
+    assert line["perf/drafter_seconds"] > 0
+    assert 0 < line["perf/drafters_busy"] <= 1
+    assert line["perf/capture_tokens_per_second"] > 0
     assert ("perf/target_wait_seconds" in line) == split
     if split:
         assert 1 <= line["perf/inflight_microbatches"] <= 2
@@ -89,7 +85,7 @@ def assert_plausible_roles(line: dict[str, Any], *, split: bool) -> None:
 def test_every_strategy_has_the_same_initial_loss(
     strategy: str, root: Path, alone: Path, tiny_target_dir: Path
 ) -> None:
-    """Other company, padded rows, another order: the same samples with the same anchors."""
+    """Other microbatches, padded rows, another order: the same samples with the same anchors."""
     changes = {**COMMON, "batching": {**COMMON["batching"], "strategy": strategy}}
     run_dir, config = write_run(root, tiny_target_dir, changes, name=strategy)
     run_ranks(run_dir, config)
@@ -98,7 +94,9 @@ def test_every_strategy_has_the_same_initial_loss(
 
 
 def assert_same_initial_loss(alone: Path, run_dir: Path) -> None:
-    expected, found = (json.loads((d / "initial_loss.json").read_text()) for d in (alone, run_dir))
+    expected, actual = (json.loads((d / "initial_loss.json").read_text()) for d in (alone, run_dir))
     for field in ("loss", "weight_sum"):
-        assert found.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
-    assert found == expected and found["num_samples"] > 20 and int(found["anchor_digest"], 16) > 0
+        assert actual.pop(field) == pytest.approx(expected.pop(field), rel=1e-5)
+    assert actual == expected
+    assert actual["num_samples"] > 20
+    assert int(actual["anchor_digest"], 16) > 0

@@ -1,14 +1,13 @@
-"""Small complete training runs for tests: a tiny target, a shard of random samples, plans, run.json."""
+"""Small complete training runs for tests and benchmarks: a shard of random samples, plans, run.json, results.
+
+A run of the default settings takes some seconds on one core.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import os
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from dflash_core.batching.plan import build_plan
 from dflash_core.batching.storage import save_plan
 from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.data.shard_writer import ShardWriter
-from dflash_core.data.store import TokenStore
-from dflash_core.launch.rank_status import read_records
+from dflash_core.data.store import open_store
 
 SETTINGS: dict[str, Any] = {
     "target": {"compute_dtype": "float32", "feature_dtype": "float32"},
@@ -50,18 +48,18 @@ SETTINGS: dict[str, Any] = {
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with nested changes."""
-    out = dict(base)
+    """Return `base` with nested changes."""
+    result = dict(base)
     for name, value in changes.items():
-        out[name] = merged(out[name], value) if isinstance(value, dict) and name in out else value
-    return out
+        nested = isinstance(value, dict) and name in result
+        result[name] = merged(result[name], value) if nested else value
+    return result
 
 
 def write_shard(directory: Path, *, num_samples: int = 60, seed: int = 0) -> Path:
-    """Random samples of 6 to 90 tokens: a prompt of a third, then an answer; each tenth answers one token
-    only.
+    """Write random samples of 6 to 90 tokens: a prompt of a third, then an answer.
 
-    Such a sample has no eligible anchor: the token after its only supervised one is missing.
+    Every tenth sample has one supervised token, its last, and no eligible anchor: no token follows it.
     """
     rng = np.random.default_rng(seed)
     with ShardWriter(directory, source_digest=f"random {seed} {num_samples}", meta={}) as writer:
@@ -87,19 +85,15 @@ def write_run(
     name: str = "run",
     num_samples: int = 60,
 ) -> tuple[Path, RunConfig]:
-    """Everything that `launch` needs under `root`; returns the run's directory and its configuration.
+    """Write everything that `launch` needs under `root`; return the run's directory and its configuration.
 
-    Runs of one root and the same data and batching settings share shard and plans.
+    Runs of one root with the same number of samples share a shard.
     """
     config: RunConfig = from_dict(RunConfig, merged(SETTINGS, changes or {}))
     shard = root / f"shard-{num_samples}"
     if not shard.exists():
         write_shard(shard, num_samples=num_samples)
-    store = TokenStore.open(
-        [shard],
-        validation_share=config.data.validation_share,
-        min_validation_samples=config.data.min_validation_samples,
-    )
+    store = open_store([shard], config.data)
     rows = store.train_indices
     slots = draft_slots(
         store.num_eligible[rows],
@@ -110,11 +104,9 @@ def write_run(
     run_dir.mkdir(parents=True, exist_ok=True)
     plans = []
     for epoch in range(config.training.epochs):
-        path = run_dir / f"epoch-{epoch:03d}.parquet"
-        seed = config.training.seed
-        save_plan(
-            build_plan(store.lengths[rows], config.batching, seed=seed, epoch=epoch, draft_slots=slots), path
-        )
+        path, seed = run_dir / f"epoch-{epoch:03d}.parquet", config.training.seed
+        plan = build_plan(store.lengths[rows], config.batching, seed=seed, epoch=epoch, draft_slots=slots)
+        save_plan(plan, path)
         plans.append(str(path))
     paths = {"target": str(target), "shards": [str(shard)], "plans": plans, "run": str(run_dir)}
     description = {"config": to_dict(config), "run_key": "test", "paths": paths, "mlflow_run_id": None}
@@ -123,92 +115,45 @@ def write_run(
 
 
 def read_metrics(run_dir: Path, kind: str = "train/loss") -> dict[int, dict[str, Any]]:
-    """Lines that hold `kind`, by step; fails on a step that is there twice."""
-    out: dict[int, dict[str, Any]] = {}
+    """Return the lines that hold `kind`, by step; fail on a step that occurs twice."""
+    by_step: dict[int, dict[str, Any]] = {}
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    for values in map(
-        json.loads, (line for line in lines if line.endswith("\n"))
-    ):  # a kill may cut the last one
+    for line in lines:
+        if not line.endswith("\n"):  # a kill may cut the last one
+            continue
+        values = json.loads(line)
         if kind in values:
-            assert values["step"] not in out, f"step {values['step']} is logged twice"
-            out[values["step"]] = values
-    return out
-
-
-def last_step(run_dir: Path) -> int:
-    """The last step that is logged, 0 before the first."""
-    return max(read_metrics(run_dir), default=0) if (run_dir / "metrics.jsonl").exists() else 0
-
-
-def newest(run_dir: Path) -> int:
-    """Step of the newest checkpoint."""
-    return max(int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-????????"))
+            assert values["step"] not in by_step, f"step {values['step']} is logged twice"
+            by_step[values["step"]] = values
+    return by_step
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Training losses in order of steps 1, 2, ..., which must be complete."""
+    """Return the training losses of steps 1, 2, ..., which must be complete."""
     lines = read_metrics(run_dir)
     assert list(lines) == list(range(1, len(lines) + 1)), list(lines)
     return [line["train/loss"] for line in lines.values()]
 
 
 def weights(run_dir: Path) -> dict[str, np.ndarray]:
-    """Tensors of the exported drafter."""
+    """Return the tensors of the exported drafter."""
     from safetensors.numpy import load_file
 
     return load_file(run_dir / "drafter" / "model.safetensors")
 
 
-def with_training(run_dir: Path, config: RunConfig, **changes: Any) -> RunConfig:
-    """The configuration with other settings in its `training` section, written to run.json as well."""
-    changed = dataclasses.replace(config, training=dataclasses.replace(config.training, **changes))
-    description = json.loads((run_dir / "run.json").read_text())
-    (run_dir / "run.json").write_text(json.dumps(description | {"config": to_dict(changed)}))
-    return changed
-
-
-def when_step(
-    run_dir: Path, step: int, action: Callable[[], None], seconds: float = 900.0
-) -> threading.Thread:
-    """A started thread that calls `action` once `metrics.jsonl` holds that step."""
-
-    def wait() -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            path = run_dir / "metrics.jsonl"
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            if any(line.endswith("\n") and json.loads(line)["step"] >= step for line in lines):
-                action()
-                return
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
-def signal_rank(run_dir: Path, rank: int, number: int) -> None:
-    """Send a signal to one rank of a run."""
-    os.kill(read_records(run_dir)[rank]["pid"], number)
-
-
-def launcher_pid(run_dir: Path) -> int:
-    """The torchrun process of a run on this machine: the parent of its ranks."""
-    return psutil.Process(read_records(run_dir)[0]["pid"]).ppid()
-
-
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Living processes, zombies excepted, whose command line names this run."""
-    out = []
+    """Return the living processes, zombies excepted, whose command line names this run."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and str(run_dir / "run.json") in process.cmdline():
-                out.append(process)
-    return out
+                processes.append(process)
+    return processes
 
 
 def assert_nothing_left(run_dir: Path, seconds: float = 60.0) -> None:
-    """No process of the run is alive after at most `seconds`."""
+    """Fail if a process of the run is still alive after `seconds`."""
     end = time.monotonic() + seconds
     while left := processes_of(run_dir):
         assert time.monotonic() < end, f"left: {[(p.pid, p.cmdline()) for p in left]}"

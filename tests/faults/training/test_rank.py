@@ -1,5 +1,4 @@
-"""Ranks, launchers and flows that die or hang: no process left, the cause named, and the next run ends as if
-nothing had happened."""
+"""Ranks, launchers and flows that die or hang: nothing left, the cause named, the next launch ends equal."""
 
 from __future__ import annotations
 
@@ -16,37 +15,30 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.ranks import run_ranks
+from benchmarks.support.tiny_run import assert_nothing_left, losses, processes_of, write_run
 from dflash_core.launch import launcher
 from dflash_core.launch.launcher import TrainingFailed, launch
 from dflash_core.launch.rank_status import read_records
-from tests.injected_faults import out_of_memory, small_files
-from tests.ranks import run_ranks
-from tests.training_run import (
-    assert_nothing_left,
+from tests.support.injected_faults import out_of_memory, small_files
+from tests.support.run_control import (
     last_step,
     launcher_pid,
-    losses,
-    newest,
-    processes_of,
+    newest_checkpoint,
     signal_rank,
     when_step,
     with_training,
-    write_run,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+# About 80 steps of some 50 ms: time enough for a fault.
 SPLIT: dict[str, Any] = {
     "batching": {"tokens_per_step": 100},
     "training": {"topology": "split", "epochs": 3, "validate_every": 1000, "checkpoint_every_steps": 4},
-}  # about 80 steps of some 50 ms: time enough to be hit
+}
 DRAFTER, TARGET = 0, 1
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +58,7 @@ def kill_launcher(run_dir: Path) -> None:
 
 
 def test_one_run_killed_in_two_ways(root: Path, expected: list[float], tiny_target_dir: Path) -> None:
-    """A target rank, then torchrun itself; each launch goes on where the one before ended."""
+    """A target rank, then torchrun itself; each launch continues where the one before ended."""
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="killed")
     kills = [
         (kill_rank(TARGET), r"rank 1 \(target, pid \d+ on .*\) ended without a report in phase"),
@@ -83,7 +75,7 @@ def test_one_run_killed_in_two_ways(root: Path, expected: list[float], tiny_targ
 
 
 def test_a_killed_drafter(root: Path, expected: list[float], tiny_target_dir: Path) -> None:
-    """The target, which only sees its connection close, is not taken for the cause."""
+    """The target, whose connection closes, is not named as the cause."""
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="kill-drafter")
     thread = when_step(run_dir, 5, partial(kill_rank(DRAFTER), run_dir))
     with pytest.raises(
@@ -98,7 +90,6 @@ def test_a_killed_drafter(root: Path, expected: list[float], tiny_target_dir: Pa
 FLOW = """
 import sys
 from dflash_core.config import RunConfig, from_dict
-from dflash_core.training import launcher
 from dflash_core.launch.launcher import launch
 import json
 run = json.load(open(sys.argv[1] + "/run.json"))
@@ -108,7 +99,7 @@ launch(sys.argv[1], from_dict(RunConfig, run["config"]))
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)],  # see test_training_launcher.py
+    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)],
     ids=["kill", "ctrl-c"],
 )
 def test_the_process_that_launched_is_gone(
@@ -121,20 +112,20 @@ def test_the_process_that_launched_is_gone(
     thread.join()
     assert flow.returncode != 0
     assert_nothing_left(run_dir)
-    assert newest(run_dir) >= 5  # the ranks were told, not killed, so the last completed step was saved
+    assert newest_checkpoint(run_dir) >= 5  # the ranks got SIGTERM, so the last completed step was saved
     run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
 
-def test_a_rank_that_hangs_is_found_and_named(
+def test_a_hanging_rank_is_found_and_named(
     root: Path, expected: list[float], tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = TARGET
-    monkeypatch.setattr(launcher, "TERMINATE_SECONDS", 3.0)  # a stopped process only goes by force
+    monkeypatch.setattr(launcher, "TERMINATE_SECONDS", 3.0)  # a stopped process ends only by SIGKILL
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"hang-{rank}")
-    told = run_dir / "told"
+    message = run_dir / "message"
     impatient = with_training(
-        run_dir, config, stall_seconds=5.0, on_failure=f'echo "$DFLASH_MESSAGE" > {told}'
+        run_dir, config, stall_seconds=5.0, on_failure=f'echo "$DFLASH_MESSAGE" > {message}'
     )
     thread = when_step(run_dir, 5, lambda: signal_rank(run_dir, rank, signal.SIGSTOP))
     with pytest.raises(TrainingFailed, match="stall: no rank has moved") as stall:
@@ -142,10 +133,11 @@ def test_a_rank_that_hangs_is_found_and_named(
     thread.join()
     role = read_records(run_dir)[rank]["role"]
     assert f"slowest: rank {rank} ({role}, pid" in str(stall.value)
-    assert "stall: no rank has moved" in told.read_text()
+    assert "stall: no rank has moved" in message.read_text()
     # The rank that could still run shows where it waits.
     stacks = (run_dir / "ranks" / f"rank-{1 - rank}.stacks").read_text()
-    assert "most recent call first" in stacks and "training" in stacks
+    assert "most recent call first" in stacks
+    assert "training" in stacks
     assert_nothing_left(run_dir, 5)
     run_ranks(run_dir, config)
     assert losses(run_dir) == expected
@@ -156,8 +148,10 @@ def test_a_disk_that_is_full_while_saving(root: Path, expected: list[float], tin
     with pytest.raises(RuntimeError) as failure:
         run_ranks(run_dir, config, partial(small_files, num_bytes=150_000))
     message = str(failure.value)
-    assert "rank 0 (drafter on" in message and "could not be written" in message
-    assert "is the disk full?" in message and "GB free there" in message
+    assert "rank 0 (drafter on" in message
+    assert "could not be written" in message
+    assert "is the disk full?" in message
+    assert "GB free there" in message
     assert not list((run_dir / "checkpoints").iterdir())
     run_ranks(run_dir, config)
     assert losses(run_dir) == expected
@@ -171,7 +165,7 @@ def test_memory_that_runs_out_later(
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name=f"memory-{what}")
     with pytest.raises(RuntimeError, match="out of memory: lower training.max_draft_slots .now 64"):
         run_ranks(run_dir, config, partial(out_of_memory, at=at, call=30, what=what))
-    assert newest(run_dir) == last_step(run_dir) > 4
+    assert newest_checkpoint(run_dir) == last_step(run_dir) > 4
     run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 
@@ -199,11 +193,11 @@ def test_steps_that_are_not_finite_are_counted_and_end_the_run(root: Path, tiny_
         run_ranks(run_dir, config)
 
 
-@pytest.mark.long  # 20 s of waiting; what it proves is put together from quick tests in test_training_launcher.py
+@pytest.mark.long  # 20 s of waiting; quick tests in integration/launch/test_launcher.py cover its parts
 def test_a_cancellation_takes_less_than_28_seconds_even_with_a_stuck_rank(
     root: Path, tiny_target_dir: Path
 ) -> None:
-    """What a flow engine does: an exception in the thread that launched, here while one rank is stopped."""
+    """Prefect cancels by an exception in the thread that launched; here while one rank is stopped."""
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="cancel")
     flow = subprocess.Popen([sys.executable, "-c", FLOW, str(run_dir)], cwd=ROOT)
     marks: dict[str, float] = {}
@@ -222,8 +216,9 @@ def test_a_cancellation_takes_less_than_28_seconds_even_with_a_stuck_rank(
 
 @pytest.mark.long
 def test_kills_at_random_moments() -> None:
-    """The benchmark, shorter: it fails unless the struck run ends as the undisturbed one."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--kills", "6", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    """The benchmark, shorter: it fails unless the killed run ends equal to the undisturbed one."""
+    command = [sys.executable, "-m", "benchmarks.soak", "--kills", "6", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"kills": 6' in done.stdout.splitlines()[-1] and '"identical": true' in done.stdout
+    assert '"kills": 6' in done.stdout.splitlines()[-1]
+    assert '"identical": true' in done.stdout

@@ -46,9 +46,7 @@ def test_a_resume_at_step_3000_needs_no_scheduler_state() -> None:
 
 
 def test_gradients_are_sums_divided_once() -> None:
-    """Samples of 10 and 100 supervised tokens: one microbatch of both or two of one give the same
-    gradient.
-    """
+    """Samples of 10 and 100 supervised tokens give the same gradient in one microbatch and in two."""
     torch.manual_seed(0)
     x, y = torch.randn(110, 3), torch.randn(110)
     results = []

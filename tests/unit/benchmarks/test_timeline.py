@@ -19,7 +19,7 @@ from dflash_core.launch.layout import make_layout
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
-    """8 samples of 10 tokens, one a microbatch, 4 microbatches a step: 2 steps."""
+    """8 samples of 10 tokens, one per microbatch, 4 microbatches per step: 2 steps."""
     root: Path = tmp_path_factory.mktemp("simulate")
     with ShardWriter(root / "shard", source_digest="x", meta={}) as writer:
         for i in range(8):
@@ -75,4 +75,7 @@ def test_two_targets_halve_the_wait(schedule: Schedule) -> None:
 
 def test_a_slow_link_becomes_the_limit(schedule: Schedule) -> None:
     timeline = run(schedule, TrainingConfig(topology="split"), capture=1, train=1, transfer=5)
-    assert timeline.step_ends == [22, 42]  # first arrival at 6, then one each 5 seconds, one to train
+    assert timeline.step_ends == [
+        22,
+        42,
+    ]  # first arrival at 6, then one every 5 seconds, and one second to train

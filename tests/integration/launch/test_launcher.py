@@ -1,0 +1,134 @@
+"""Watching and stopping child processes, and the hook that reports a failure."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dflash_core.config import RunConfig, TrainingConfig
+from dflash_core.launch import launcher
+from dflash_core.launch.launcher import notify, stop
+from dflash_core.launch.rank_status import RankRecord
+from tests.support.waiting import wait_until
+
+
+def test_the_end_of_a_long_run_is_not_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are done and torchrun is not: their end counts, not the length of the run."""
+    monkeypatch.setattr(launcher, "START_SECONDS", 1.0)
+    record = RankRecord(tmp_path, 0, "colocated")
+    record.phase("train", step=9)
+    timer = threading.Timer(0.8, record.end, ["done"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.6)"])
+    timer.start()
+    launcher.watch(tmp_path, TrainingConfig(stall_seconds=1.0), child, tmp_path / "summary.json")
+    assert child.returncode == 0
+    assert not timer.is_alive()
+
+
+def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_printed(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "message"
+    notify(f'echo "$DFLASH_RUN: $DFLASH_MESSAGE" > {out}', tmp_path, "rank 1 died")
+    assert out.read_text() == f"{tmp_path}: rank 1 died\n"
+    notify("exit 3", tmp_path, "rank 1 died")
+    assert "training.on_failure: 'exit 3' failed" in capsys.readouterr().out
+    notify(None, tmp_path, "no hook")
+
+
+def test_the_hook_may_be_an_address(tmp_path: Path, capsys: Any) -> None:
+    got: list[tuple[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append((self.headers["Content-Type"], json.loads(body)))
+            self.send_response(204 if self.path == "/hook" else 500)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing on the console."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        notify(f"{address}/hook", tmp_path, "rank 1 died")
+        assert got == [("application/json", {"run": str(tmp_path), "message": "rank 1 died"})]
+        assert capsys.readouterr().out == ""
+        notify(f"{address}/broken", tmp_path, "rank 1 died")
+        assert "failed: HTTP Error 500" in capsys.readouterr().out
+        server.shutdown()
+
+
+def test_ctrl_c_while_watching_stops_torchrun_and_calls_no_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "start", lambda *_: child)
+    monkeypatch.setattr(launcher, "watch", interrupted)
+    hook_output = tmp_path / "hook"
+    config = RunConfig(training=TrainingConfig(on_failure=f"touch {hook_output}"))
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(tmp_path, config)
+    assert child.poll() is not None
+    assert not hook_output.exists()
+
+
+def test_a_launch_waits_for_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leftover = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(0.7)", "dflash_core.training"]
+    )
+    record = {"rank": 0, "pid": leftover.pid, "host": socket.gethostname(), "started": time.time() + 1}
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0.json").write_text(json.dumps(record))
+
+    def start(*_: Any) -> None:
+        assert not psutil.pid_exists(leftover.pid)
+        raise InterruptedError("far enough")
+
+    monkeypatch.setattr(launcher, "start", start)
+    with pytest.raises(InterruptedError):
+        launcher.launch(tmp_path, RunConfig())
+
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda *a: None)
+print(1, flush=True)
+time.sleep(60)
+"""
+
+
+def test_stopping_kills_a_process_that_ignores_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child starts another child that ignores TERM, in a separate session like a rank."""
+    monkeypatch.setattr(launcher, "TERMINATE_SECONDS", 0.5)
+    parent = (
+        "import subprocess, sys, time\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)\n"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, process_group=0)
+    assert child.stdout is not None
+    lines = sorted(int(child.stdout.readline()) for _ in range(2))
+    grandchild = lines[1]
+    assert psutil.pid_exists(grandchild)
+    started = time.monotonic()
+    stop(tmp_path, child)
+    assert child.poll() is not None
+    assert time.monotonic() - started < launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1
+    wait_until(lambda: not psutil.pid_exists(grandchild))
+    stop(tmp_path, child)  # a second stop has nothing to do

@@ -1,0 +1,69 @@
+"""Commands for one and several nodes, and the message about a stall."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_core.config import TrainingConfig
+from dflash_core.errors import UserError
+from dflash_core.launch import launcher, stop_signal
+from dflash_core.launch.launcher import node_commands, torchrun_arguments
+from dflash_core.launch.rank_status import RankRecord, read_records
+
+
+def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
+    """The target is a step ahead, and still it is the one that blocks the drafter."""
+    drafter, target = RankRecord(tmp_path, 0, "drafter"), RankRecord(tmp_path, 1, "target")
+    drafter.phase("wait for target rank 1", step=7)
+    target.phase("capture", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]  # nothing here to send signals to
+    assert "slowest: rank 1 (target" in launcher.describe_stall(tmp_path, records, time.time())
+    drafter.phase("train", step=7)
+    target.phase("wait for drafter rank 0", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    message = launcher.describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 0 (drafter" in message
+    assert "phase 'train' of step 7" in message
+
+
+def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path) -> None:
+    """Three colocated ranks: two wait for the third, which is stuck in its own work, or a step behind."""
+    ranks = [RankRecord(tmp_path, rank, "colocated") for rank in range(3)]
+    for rank in ranks:
+        rank.phase("wait for other ranks", step=7, microbatch=1)
+    ranks[2].phase("save", step=7)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    message = launcher.describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 2 (colocated" in message
+    assert "phase 'save' of step 7" in message
+    ranks[2].phase("wait for feed", step=7, microbatch=0)
+    ranks[1].phase("wait for other ranks", step=8)
+    ranks[0].phase("wait for other ranks", step=8)
+    records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
+    assert "slowest: rank 2 (colocated" in launcher.describe_stall(tmp_path, records, time.time())
+
+
+def test_one_node_needs_no_address_and_several_get_a_command_each() -> None:
+    one = torchrun_arguments(TrainingConfig(num_drafter_ranks=2), Path("r/run.json"))
+    assert one[:3] == ["--standalone", "--nproc-per-node", "2"]
+    config = TrainingConfig(topology="split", num_target_ranks=12, num_drafter_ranks=4, num_nodes=2)
+    commands = node_commands(config, Path("r/run.json"))
+    assert len(commands) == 2
+    assert "--nnodes 2" in commands[1]
+    assert "--nproc-per-node 8" in commands[1]
+    assert "--node-rank 1" in commands[1]
+    assert "--rdzv-id r" in commands[1]
+
+
+def test_ranks_that_do_not_divide_by_nodes_are_rejected() -> None:
+    with pytest.raises(UserError, match="num_nodes: 2 does not divide the 3 ranks"):
+        node_commands(TrainingConfig(num_drafter_ranks=3, num_nodes=2), Path("run.json"))
+
+
+def test_a_stop_takes_less_than_28_seconds_in_all() -> None:
+    """Ranks end by themselves before they are killed, and both within the 30 s that Prefect allows."""
+    assert stop_signal.STOP_SECONDS + stop_signal.PEER_GRACE_SECONDS < launcher.TERMINATE_SECONDS
+    assert launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1 < 28
