@@ -1,7 +1,4 @@
-"""Train every batching strategy on the same samples and anchors, from the same weights, and say what each
-costs.
-"""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""Train every batching strategy on the same samples and anchors, from the same weights, and compare them."""
 
 import sys
 
@@ -22,7 +19,7 @@ from tasks import compare
 
 @run_flow("compare-strategies")
 def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, object]:
-    """Returns the comparison."""
+    """Return the comparison."""
     steps.check_options(options)
     name = f"compare-{config.deployment}"
     group = config.tracking.group or name

@@ -1,7 +1,4 @@
-"""Real speculative decoding with a trained drafter: the deployment's latest, or one named by
-`drafter_path`.
-"""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""Decode speculatively with a trained drafter: the deployment's latest, or the one at `drafter_path`."""
 
 import sys
 
@@ -19,7 +16,7 @@ from tasks.reporting import report_tables, tables
 
 @run_flow("evaluate-drafter")
 def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, object]:
-    """Returns the evaluation."""
+    """Return the evaluation."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
     figures = evaluated["evaluation"]

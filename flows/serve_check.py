@@ -1,19 +1,20 @@
-"""A trained drafter served by vLLM on this machine, and whether the engine accepts what our evaluator accepts.
+"""Serve a trained drafter with vLLM on this machine and compare its acceptance with that of our evaluator.
 
-The engine runs in an environment of its own (`make serve-env`), as a child process that shares only JSON files with
-this one: greedily without the drafter, with it, and, as a control, with a copy whose layer ids are one off.
+The engine runs in a separate environment (`make serve-env`), as a child process that shares only JSON files
+with this one. It decodes greedily without the drafter, with it, and, as a control, with a copy whose layer
+ids are one off.
 
-The comparison is on fixed continuations: the engine's own speculative output. Our evaluator takes the same prompts,
-but every draft is judged by the token that the engine wrote at its position (`dflash_core/serving/replay.py`). Two
-free-running decoders would be a weaker test: in bfloat16 they part at the first near tie, write different texts, and
-differ in acceptance by the texts alone. Along one text the two differ only where drafts do, and step by step it can be
-said who is right. Rates come from the engine's metrics, in which a last step counts in full; the replay counts the
-same way.
+The comparison is on fixed continuations: the engine's own speculative output. Our evaluator takes the same
+prompts, but every draft is judged by the token that the engine wrote at its position
+(`dflash_core/serving/replay.py`). Two free-running decoders would be a weaker test: in bfloat16 they part at
+the first near tie, write different texts, and differ in acceptance because of the texts alone. Along one text
+the two differ only where drafts differ, so a difference can be traced to one step. Rates come from the
+engine's metrics, which count a last step in full; the replay counts the same way.
 
-What has to hold is said in `dflash_core/serving/agreement.py`; besides, wherever the engine's greedy output with the
-drafter parts from that without, the target's two best logits are within two bfloat16 steps, and the control fails.
+`dflash_core/serving/agreement.py` defines what has to hold. In addition, wherever the engine's greedy output
+with the drafter parts from that without, the target's two best logits are within two bfloat16 steps, and the
+control must fail.
 """
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
 
 import sys
 
@@ -32,7 +33,7 @@ from tasks.reporting import tables
 
 @run_flow("serve-check")
 def serve_check(config: RunConfig, options: ServeCheckOptions) -> dict[str, object]:
-    """Returns the comparison."""
+    """Return the comparison."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     result = steps.serve_check(config, options, target, dataset, directory)
     tables.print_table(f"{config.deployment}: {directory}", checking.summary_rows(result))
