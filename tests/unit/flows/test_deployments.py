@@ -1,4 +1,4 @@
-"""Deployments: given parameters override the named set, which overrides the defaults; errors name the field."""
+"""Deployments: given parameters override the named set, and it the defaults; mistakes are one message."""
 
 from __future__ import annotations
 
