@@ -19,7 +19,7 @@ class StageRecorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from dflash_core.launch import launcher
         from tasks import report
-        from tasks.reporting import mlflow_run
+        from tasks.reporting import mlflow_client
         from tasks.storage.stages import STAGES
 
         self.ran: list[str] = []
@@ -29,7 +29,7 @@ class StageRecorder:
         monkeypatch.setattr(launcher, "launch", self.launch)
         monkeypatch.setattr(report, "draw_plots", lambda *_: None)
         for name in ("log_summary", "register_drafter"):
-            monkeypatch.setattr(mlflow_run, name, lambda *_, **__: None)
+            monkeypatch.setattr(mlflow_client, name, lambda *_, **__: None)
 
     def _recording(self, name: str, function: Any) -> Any:
         def recorded(out: Path, **inputs: Any) -> dict[str, Any]:
