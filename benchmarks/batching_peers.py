@@ -160,7 +160,8 @@ def axolotl_multipack() -> type:
             setattr(stand_in, attribute, __import__("logging").getLogger)
             sys.modules[f"axolotl.utils.{name}"] = stand_in
         spec = importlib.util.spec_from_file_location("axolotl_multipack", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["axolotl_multipack"] = module
         spec.loader.exec_module(module)

@@ -2,13 +2,11 @@
 
     python -m flows.runtime.crashed_runs
 
-Prefect believes that such a run is still running, and the run keeps its slot in the work pool for ever. `make
-worker` runs this command before it starts the workers: runs of this machine without a process are marked
-Crashed and their MLflow runs are closed. Training resumes from its last checkpoint when the deployment is
-started again.
+Prefect believes that such a run is still running, and the run keeps its slot in the work pool. `make worker`
+runs this command before it starts the workers: runs of this machine without a process are marked Crashed and
+their MLflow runs are closed. Training resumes from its last checkpoint when the deployment is started again.
 
-Every flow run keeps a note about its process under PREFECT_HOME while it runs; a note without a process is a
-crash.
+While a flow run lasts, PREFECT_HOME holds a note about its process; a note without a process is a crash.
 """
 
 from __future__ import annotations
