@@ -1,6 +1,6 @@
-"""Other samplers and packers, each run by its own code, their batches brought into our plans for measuring.
+"""Other samplers and packers, run by their own code, with their batches turned into our plans for measuring.
 
-Used by `batching.py`, which says how to install them.
+Part of `benchmarks.batching`, whose docstring has the commands that install them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,13 @@ from dflash_core.batching.plan import BatchPlan
 from dflash_core.config import BatchingConfig
 
 BUDGET = 49_152
-WINDOW = 64  # microbatches of a step
+# Microbatches of a step.
+WINDOW = 64
 RANKS = 8
 
 
 def draft_slots_of(lengths: np.ndarray) -> np.ndarray:
-    """60% of tokens supervised, 512 anchors a sample, blocks of 16."""
+    """Return int32[n] for samples with 60% supervised tokens, 512 anchors per sample and blocks of 16."""
     return (np.minimum(512, (lengths * 0.6).astype(np.int32)) * 16).astype(np.int32)
 
 
@@ -53,23 +56,23 @@ def measure(plan: BatchPlan, before: BatchPlan | None) -> dict[str, float]:
 
 
 def plan_of(batches: Iterable[Iterable[int]], lengths: np.ndarray, *, packed: bool) -> BatchPlan:
-    """A peer's batches, in its order, as a plan with steps of 64, so that one code measures all."""
+    """Return a peer's batches, in its order, as a plan with steps of 64, so that one code measures all."""
     lists = [np.fromiter(batch, np.int32) for batch in batches]
     order = np.concatenate(lists)
     offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])]).astype(np.int64)
     slots = draft_slots_of(lengths)[order].astype(np.int64)
-    mine = lengths[order].astype(np.int64)
-    longest = np.maximum.reduceat(mine, offsets[:-1])
+    ordered = lengths[order].astype(np.int64)
+    longest = np.maximum.reduceat(ordered, offsets[:-1])
     last = len(lists)
     return BatchPlan(
         order=order,
         offsets=offsets,
         step_offsets=np.append(np.arange(0, last, WINDOW), last).astype(np.int64),
         widths=(np.zeros(last) if packed else longest).astype(np.int32),
-        tokens=np.add.reduceat(mine, offsets[:-1]),
-        squared_lengths=np.add.reduceat(mine * mine, offsets[:-1]),
+        tokens=np.add.reduceat(ordered, offsets[:-1]),
+        squared_lengths=np.add.reduceat(ordered * ordered, offsets[:-1]),
         draft_slots=np.add.reduceat(slots, offsets[:-1]),
-        draft_pairs=np.add.reduceat(slots * mine, offsets[:-1]),
+        draft_pairs=np.add.reduceat(slots * ordered, offsets[:-1]),
         config=BatchingConfig(strategy="packed" if packed else "random", token_budget=BUDGET),
         seed=0,
         epoch=0,
@@ -101,7 +104,10 @@ def run_lhotse(lengths: np.ndarray, epoch: int, num_buckets: int) -> list[np.nda
 
 
 def run_trl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
-    """The packs' samples are read back from `seq_lengths`: any unused sample of that length stands for it."""
+    """Return TRL's packs.
+
+    Their samples are read back from `seq_lengths`: any unused sample of the same length stands for one.
+    """
     import pyarrow as pa
     from datasets import Dataset, disable_progress_bars
     from trl import pack_dataset
@@ -141,68 +147,77 @@ def run_axolotl(lengths: np.ndarray, epoch: int) -> list[np.ndarray]:
 
 
 def axolotl_multipack() -> type:
-    """`MultipackBatchSampler` of the installed axolotl; without axolotl's dependencies, of its source file
-    alone.
-    """
+    """Return `MultipackBatchSampler` of the installed axolotl, or of its source file alone."""
     try:
         return importlib.import_module("axolotl.utils.samplers.multipack").MultipackBatchSampler
     except ImportError:
-        found = importlib.util.find_spec("axolotl")
-        if found is None or not found.submodule_search_locations:
+        package = importlib.util.find_spec("axolotl")
+        if package is None or not package.submodule_search_locations:
             raise
-        path = Path(found.submodule_search_locations[0]) / "utils" / "samplers" / "multipack.py"
+        path = Path(package.submodule_search_locations[0]) / "utils" / "samplers" / "multipack.py"
         for name, attribute in (("distributed", "reduce_and_broadcast"), ("logging", "get_logger")):
             stand_in = types.ModuleType(f"axolotl.utils.{name}")
             setattr(stand_in, attribute, __import__("logging").getLogger)
             sys.modules[f"axolotl.utils.{name}"] = stand_in
         spec = importlib.util.spec_from_file_location("axolotl_multipack", path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["axolotl_multipack"] = module
         spec.loader.exec_module(module)
         return module.MultipackBatchSampler
 
 
-PEERS: dict[str, tuple[str, bool, bool, Callable[[np.ndarray, int], list[np.ndarray]]]] = {
-    # name: (distribution, packed, gets fewer samples, epoch of batches)
-    "transformers group_by_length, 6 rows": (
-        "transformers",
-        False,
-        False,
-        lambda x, e: run_group_by_length(x, e, 6),
-    ),
-    "transformers group_by_length, 30 rows": (
-        "transformers",
-        False,
-        False,
-        lambda x, e: run_group_by_length(x, e, 30),
-    ),
-    "lhotse DynamicBucketing, 30": ("lhotse", False, True, lambda x, e: run_lhotse(x, e, 30)),
-    "TRL pack_dataset bfd": ("trl", True, True, run_trl),
-    "axolotl multipack": ("axolotl", True, False, run_axolotl),
+@dataclass(frozen=True)
+class Peer:
+    """A sampler or packer of another project.
+
+    Args:
+        distribution: name of its Python package.
+        run: (lengths, epoch) -> the batches of the epoch, as arrays of samples.
+        is_packed: whether its batches need no padding.
+        is_slow: whether it gets fewer samples.
+        is_fixed: whether its batches are the same in every epoch.
+    """
+
+    distribution: str
+    run: Callable[[np.ndarray, int], list[np.ndarray]]
+    is_packed: bool = False
+    is_slow: bool = False
+    is_fixed: bool = False
+
+
+PEERS = {
+    "transformers group_by_length, 6 rows": Peer("transformers", partial(run_group_by_length, rows=6)),
+    "transformers group_by_length, 30 rows": Peer("transformers", partial(run_group_by_length, rows=30)),
+    "lhotse DynamicBucketing, 30": Peer("lhotse", partial(run_lhotse, num_buckets=30), is_slow=True),
+    "TRL pack_dataset bfd": Peer("trl", run_trl, is_packed=True, is_slow=True, is_fixed=True),
+    "axolotl multipack": Peer("axolotl", run_axolotl, is_packed=True),
 }
 
 
 def measure_peers(
     lengths: np.ndarray, slow_samples: int, wanted: Callable[[str], bool]
 ) -> dict[str, dict[str, Any]]:
+    """Return the figures of every wanted peer that is installed, with its version in the name."""
     out: dict[str, dict[str, Any]] = {}
-    for name, (distribution, packed, slow, run) in PEERS.items():
+    for name, peer in PEERS.items():
         if not wanted(name):
             continue
         try:
-            label = f"{name} ({version(distribution)})"
+            label = f"{name} ({version(peer.distribution)})"
         except PackageNotFoundError:
             print(f"{name}: not installed, left out", file=sys.stderr)
             continue
-        mine = lengths[: min(len(lengths), slow_samples)] if slow else lengths
+        used = lengths[:slow_samples] if peer.is_slow else lengths
+        scale = len(lengths) / len(used)
         with contextlib.redirect_stdout(sys.stderr):
-            run(mine[:2000], 0)  # imports, compilation
+            peer.run(used[:2000], 0)  # imports and compiles
             start = time.perf_counter()
-            batches = run(mine, 1)
-            seconds = (time.perf_counter() - start) * len(lengths) / len(mine)
-            before = None if "TRL" in name else plan_of(run(mine, 0), mine, packed=packed)
-        row = measure(plan_of(batches, mine, packed=packed), before) | {"seconds": seconds}
-        row["microbatches"] *= len(lengths) / len(mine)
-        out[label] = row | {"samples": len(mine)}
+            batches = peer.run(used, 1)
+            seconds = (time.perf_counter() - start) * scale
+            before = None if peer.is_fixed else plan_of(peer.run(used, 0), used, packed=peer.is_packed)
+        row = measure(plan_of(batches, used, packed=peer.is_packed), before) | {"seconds": seconds}
+        row["microbatches"] *= scale
+        out[label] = row | {"samples": len(used)}
     return out

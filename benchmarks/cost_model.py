@@ -1,24 +1,25 @@
-"""The cost model against the machine, and the strategies against each other, measured in turns.
+"""Predictions of the cost model and measured speeds of the strategies, which take turns on this machine.
 
-    python -m benchmarks.cost_model runs/compare-quickstart/RUN                  # about ten minutes on two cores
-    python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 4 --rounds 3    # a sample of each plan
+    python -m benchmarks.cost_model runs/compare-quickstart/RUN                # ten minutes on two cores
+    python -m benchmarks.cost_model RUN_DIRECTORY --microbatches 4 --rounds 3  # a sample of each plan
 
-Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times the
-microbatches (all, or some at even distances), capture and drafter forward and backward, while it calibrates the
-constants on others. All take turns, strategy after strategy, so that a machine whose speed drifts drifts under all:
-`compare-strategies` trains one strategy after the other and can't. Prints real tokens/s, their ratio to `sorted`, and
-predicted / measured for each strategy and for each of the two parts, then one line of JSON.
+Takes target, data and settings of a run that has been started. Of each strategy's plan of epoch 0 it times
+the microbatches (all, or some at even distances), capture and drafter forward and backward, while it
+calibrates the constants on others. Strategies take turns, so a machine whose speed drifts affects all of them
+alike; `compare-strategies` trains one strategy after the other and cannot do that. Prints real tokens/s,
+their ratio to `sorted`, and predicted / measured for each strategy and for each of the two parts, then one
+line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.support import command
 from dflash_core.anchors import draft_slots
 from dflash_core.batching.plan import build_plan
 from dflash_core.batching.strategies import STRATEGIES
@@ -26,16 +27,9 @@ from dflash_core.training.calibrate import Meter, fit_cost_model, work_of
 from dflash_core.training.run import RunSpec
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", type=Path, help="a run's directory, as the flows write it")
-    parser.add_argument("--microbatches", type=int, help="of each strategy; default: all of the epoch")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each is timed; the mean counts")
-    args = parser.parse_args()
-    run = RunSpec.load(args.run / "run.json")
-    meter, config = Meter(run), run.config
+def microbatches_by_strategy(meter: Meter, limit: int | None) -> dict[str, list[Any]]:
+    """Build the microbatches of every strategy's plan of epoch 0, or so many at even distances."""
+    config = meter.config
     rows = meter.store.train_indices
     lengths = meter.store.lengths[rows]
     slots = draft_slots(
@@ -47,33 +41,45 @@ def main() -> None:
     for strategy in STRATEGIES:
         batching = replace(config.batching, strategy=strategy)
         plan = build_plan(lengths, batching, seed=config.training.seed, epoch=0, draft_slots=slots)
-        count = min(args.microbatches or plan.num_microbatches, plan.num_microbatches)
+        count = min(limit or plan.num_microbatches, plan.num_microbatches)
         spaced = np.linspace(0, plan.num_microbatches, count, endpoint=False, dtype=int)
         chosen[strategy] = [
             meter.build(rows[plan.order[plan.offsets[m] : plan.offsets[m + 1]]], int(plan.widths[m]))
             for m in spaced
         ]
-    turns = sorted(
-        (
-            ((at + 0.5) / len(own), strategy, m)
-            for strategy, own in chosen.items()
-            for at, m in enumerate(own)
-        ),
-        key=lambda turn: turn[0],
-    )
-    between = [microbatch for _, _, microbatch in turns]
-    found, seconds = fit_cost_model(
-        meter,
-        between,
-        lambda done, total: print(f"{done}/{total} microbatches", end="\r", flush=True),
-        between_rounds=args.rounds,
-    )
-    model, work = found.model, work_of(between, meter.block_size)
-    parts = model.parts(work)
-    predicted = np.stack(
-        [sum(v for k, v in parts.items() if k.startswith(part)) for part in ("capture", "train")], axis=1
-    )
-    strategies = np.array([strategy for _, strategy, _ in turns])
+    return chosen
+
+
+def take_turns(chosen: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    """Return all (strategy, microbatch), each strategy's spread evenly over the whole order."""
+    turns = [
+        ((position + 0.5) / len(microbatches), strategy, microbatch)
+        for strategy, microbatches in chosen.items()
+        for position, microbatch in enumerate(microbatches)
+    ]
+    return [(strategy, microbatch) for _, strategy, microbatch in sorted(turns, key=lambda turn: turn[0])]
+
+
+def print_progress(num_done: int, total: int) -> None:
+    print(f"{num_done}/{total} microbatches", end="\r", flush=True)
+
+
+def main() -> None:
+    parser = command.parser(__doc__)
+    parser.add_argument("run", type=Path, help="directory of a run, as the flows write it")
+    parser.add_argument("--microbatches", type=int, help="per strategy; default: all of the epoch")
+    parser.add_argument("--rounds", type=int, default=1, help="times each is measured; the mean counts")
+    args = parser.parse_args()
+    run = RunSpec.load(args.run / "run.json")
+    meter = Meter(run)
+    turns = take_turns(microbatches_by_strategy(meter, args.microbatches))
+    between = [microbatch for _, microbatch in turns]
+    calibration, seconds = fit_cost_model(meter, between, print_progress, between_rounds=args.rounds)
+    work = work_of(between, meter.block_size)
+    terms = calibration.model.parts(work)
+    parts = [sum(v for k, v in terms.items() if k.startswith(part)) for part in ("capture", "train")]
+    predicted = np.stack(parts, axis=1)
+    strategies = np.array([strategy for strategy, _ in turns])
     rate = {s: work.tokens[strategies == s].sum() / seconds[strategies == s].sum() for s in STRATEGIES}
     print(
         f"{'strategy':>14} microbatches  tokens  slots  measured s  real tokens/s  to sorted"
@@ -96,7 +102,7 @@ def main() -> None:
             f" {seconds[own].sum():>11.1f} {rate[strategy]:>14.1f} {rate[strategy] / rate['sorted']:>10.3f}"
             f" {ratio:>21.3f} {capture:>8.3f} {drafter:>8.3f}"
         )
-    print(json.dumps({"strategies": figures, "token_budget": config.batching.token_budget}))
+    command.print_json({"strategies": figures, "token_budget": run.config.batching.token_budget})
 
 
 if __name__ == "__main__":

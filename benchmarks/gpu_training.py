@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flow_runs import flow_command, training_steps
+from benchmarks.support.flow_runs import flow_command, training_steps
 
 START_SECONDS = 600.0
 

@@ -1,19 +1,17 @@
-"""Ingest beside the bare tokenizer: the same rendered text, the same cores, the same run.
+"""Ingest compared with the bare tokenizer: the same rendered text, on the same cores, in the same process.
 
-    python benchmarks/ingest.py                              # the standard-library corpus, 20,000 rows
-    python benchmarks/ingest.py --data chats.jsonl           # your own file, all of it
-    python benchmarks/ingest.py --memory-mb 100 1000         # peak memory of a process that ingests so large
-    a file
+    python -m benchmarks.ingest                              # the standard-library corpus, 20,000 rows
+    python -m benchmarks.ingest --data chats.jsonl           # your own file, all of it
+    python -m benchmarks.ingest --memory-mb 100 1000         # also peak memory with files of these sizes
 
-"bare" is `encode_batch` of the tokenizers library over texts rendered beforehand, 512 at a time, ids left in
-Rust. "ingest" reads the file, checks, renders and masks every row, encodes, and writes the shard. Rounds
-alternate; the share is bare seconds / ingest seconds, median over the rounds. Loading the tokenizer (once a
-file) is shown apart. Prints a table, then one line of JSON with the same figures.
+"bare" is `encode_batch` of the tokenizers library over texts rendered beforehand, 512 at a time, with ids
+left in Rust. "ingest" reads the file, checks, renders and masks every row, encodes, and writes the shard.
+Rounds alternate; the share is bare seconds / ingest seconds, median over the rounds. Loading the tokenizer
+(once per file) is reported separately. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import resource
@@ -22,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import command
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import ChatEncoder, Conversation, Rendered
 from dflash_core.data.containers import read_rows
@@ -46,7 +46,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def write_corpus(path: Path, *, rows: int | None = None, megabytes: int | None = None) -> None:
-    """The standard-library corpus again and again, each round told apart, up to some rows or megabytes."""
+    """Write the standard-library corpus repeatedly, each round numbered, up to some rows or megabytes."""
     lines = [json.dumps(row) for row in corpus_rows()]
     written = 0
     with path.open("w", encoding="utf-8") as file:
@@ -77,36 +77,36 @@ def compare(path: Path, tokenizer: Any, rounds: int) -> dict[str, Any]:
         for _ in range(rounds + 1):
             started = time.perf_counter()
             for first in range(0, len(texts), BATCH):
-                tokenizer.backend_tokenizer.encode_batch(
-                    texts[first : first + BATCH], add_special_tokens=False
-                )
+                batch = texts[first : first + BATCH]
+                tokenizer.backend_tokenizer.encode_batch(batch, add_special_tokens=False)
             bare.append(time.perf_counter() - started)
             started = time.perf_counter()
-            tokens = ingest_file(path, CONFIG, tokenizer, Path(directory) / "s", mask_token_id=None)[
-                "num_tokens"
-            ]
+            manifest = ingest_file(path, CONFIG, tokenizer, Path(directory) / "s", mask_token_id=None)
             whole.append(time.perf_counter() - started - setup)
-    bare, whole = bare[1:], whole[1:]  # the first round warms up
+            tokens = manifest["num_tokens"]
+    # The first round warms up.
+    bare, whole = bare[1:], whole[1:]
+    shares = [b / w for b, w in zip(bare, whole)]
     return {
         "rows": len(rendered),
         "tokens": tokens,
         "setup_seconds": setup,
         "bare_tokens_per_second": tokens / statistics.median(bare),
         "ingest_tokens_per_second": tokens / statistics.median(whole),
-        "share": statistics.median(b / w for b, w in zip(bare, whole)),
-        "share_min": min(b / w for b, w in zip(bare, whole)),
-        "share_max": max(b / w for b, w in zip(bare, whole)),
+        "share": statistics.median(shares),
+        "share_min": min(shares),
+        "share_max": max(shares),
     }
 
 
 def measure_memory(target: Path, megabytes: int) -> dict[str, Any]:
-    """Peak resident memory and time of a process of its own that ingests one JSONL file."""
+    """Return peak resident memory and seconds of a separate process that ingests one JSONL file."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "corpus.jsonl"
         write_corpus(path, megabytes=megabytes)
-        command = [sys.executable, __file__, "--child", str(path), "--target", str(target)]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return {"file_megabytes": megabytes, **json.loads(out.splitlines()[-1])}
+        child = ["-m", "benchmarks.ingest", "--child", str(path), "--target", str(target)]
+        done = subprocess.run([sys.executable, *child], check=True, stdout=subprocess.PIPE, text=True)
+    return {"file_megabytes": megabytes, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def ingest_in_child(path: Path, target: Path) -> None:
@@ -117,21 +117,18 @@ def ingest_in_child(path: Path, target: Path) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = time.perf_counter() - started
     figures = {"rows": manifest["num_rows"], "tokens": manifest["num_tokens"], "seconds": seconds}
-    print(json.dumps({**figures, "peak_mb": peak / 1024, "peak_before_mb": before / 1024}))
+    command.print_json({**figures, "peak_mb": peak / 1024, "peak_before_mb": before / 1024})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     parser.add_argument("--data", type=Path, help="a file of conversations instead of the corpus")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory-mb", type=int, nargs="*", default=[])
-    parser.add_argument(
-        "--target", type=Path, default=Path("runs/benchmark-target"), help="where the tokenizer is"
-    )
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-mb", type=int, nargs="*", default=[], help="sizes of files to ingest")
+    target = Path("runs/benchmark-target")
+    parser.add_argument("--target", type=Path, default=target, help="directory of the tokenizer")
+    parser.add_argument("--child", type=Path, help=SUPPRESS)
     args = parser.parse_args()
     if args.child:
         ingest_in_child(args.child, args.target)
@@ -145,21 +142,18 @@ def main() -> None:
             if args.data is None:
                 write_corpus(path, rows=args.rows)
             result = compare(path, load_tokenizer(args.target), args.rounds)
-        print(
-            f"{result['rows']:,} rows, {result['tokens']:,} tokens; set up in {result['setup_seconds']:.2f} s"
-        )
+        size = f"{result['rows']:,} rows, {result['tokens']:,} tokens"
+        share = f"{result['share']:.2f} ({result['share_min']:.2f} to {result['share_max']:.2f})"
+        print(f"{size}; set up in {result['setup_seconds']:.2f} s")
         print(f"bare tokenizer  {result['bare_tokens_per_second']:>12,.0f} tokens/s")
-        print(
-            f"ingest          {result['ingest_tokens_per_second']:>12,.0f} tokens/s: {result['share']:.2f} "
-            f"({result['share_min']:.2f} to {result['share_max']:.2f})"
-        )
+        print(f"ingest          {result['ingest_tokens_per_second']:>12,.0f} tokens/s: {share}")
     result["memory"] = [measure_memory(args.target, megabytes) for megabytes in args.memory_mb]
     for row in result["memory"]:
         print(
             f"{row['file_megabytes']:>6} MB of JSONL, {row['rows']:,} rows: peak {row['peak_mb']:,.0f} MB "
             f"({row['peak_before_mb']:,.0f} MB before the first row), {row['seconds']:.0f} s"
         )
-    print(json.dumps(result))
+    command.print_json(result)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""Pictures of the MLflow and Prefect pages of real runs, for the README; checks that every strategy is on them.
+"""A tool that takes the pictures in docs/: MLflow and Prefect pages of real runs.
 
     python -m benchmarks.screenshots --deployment quickstart      # after compare-strategies/quickstart
 
-Needs Chromium (Debian: apt-get install chromium). Starts both servers on loopback over the storage root, opens each
-page in headless Chromium, waits until the names it must show are in it, and writes docs/*.png. Prints one line of JSON.
-
-The pictures in docs/ are from it (the charts cut out by hand).
+Needs Chromium (Debian: apt-get install chromium) and the package websockets, which Prefect brings. Starts
+both servers on loopback over the storage root, opens each page in headless Chromium, waits until every
+strategy and every other name that it must show is in it, and writes docs/*.png (charts are cropped by hand).
+Prints one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import os
@@ -27,18 +26,28 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-PAGE_SECONDS = 90.0  # for a page to show what it must
-SETTLE_SECONDS = 3.0  # for charts to be drawn after that
+from benchmarks.support import command
+
+# Limit for a page to show the names that it must.
+PAGE_SECONDS = 90.0
+# Charts are drawn after that.
+SETTLE_SECONDS = 3.0
 WIDTH = 1600
 CHARTS = (
     "final/(tokens_per_second|padding|mixing_step|throughput|loss_last|validation)|train/loss|perf/tokens"
 )
+MLFLOW_PORT, PREFECT_PORT = "5011", "4211"
 
 
 @contextmanager
-def server(command: list[str], url: str, environment: dict[str, str]) -> Iterator[None]:
+def server(arguments: list[str], url: str, environment: dict[str, str]) -> Iterator[None]:
+    """Run `python -m ARGUMENTS` as long as the body runs, which starts once `url` answers."""
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-m", *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         for _ in range(600):
@@ -48,7 +57,7 @@ def server(command: list[str], url: str, environment: dict[str, str]) -> Iterato
             except OSError:
                 time.sleep(0.2)
         else:
-            sys.exit(f"{command[2]} did not answer at {url}")
+            sys.exit(f"{arguments[0]} did not answer at {url}")
         yield
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -56,26 +65,27 @@ def server(command: list[str], url: str, environment: dict[str, str]) -> Iterato
 
 
 class Browser:
-    """One page of headless Chromium, by the DevTools protocol."""
+    """A page of headless Chromium, controlled through the DevTools protocol."""
 
     def __init__(self, stack: ExitStack) -> None:
         from websockets.sync.client import connect
 
-        found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        if found is None:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        executable = next(filter(None, map(shutil.which, names)), None)
+        if executable is None:
             sys.exit("Chromium is not installed; on Debian: apt-get install chromium")
         profile = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        command = [found, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        arguments = [executable, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        arguments += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stack.callback(process.wait, 30)
         stack.callback(process.terminate)
-        where, give_up = profile / "DevToolsActivePort", time.monotonic() + 60
-        while not where.exists() or "\n" not in where.read_text():
-            if time.monotonic() > give_up:
+        port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
+        while not port_file.exists() or "\n" not in port_file.read_text():
+            if time.monotonic() > deadline:
                 sys.exit("Chromium did not start")
             time.sleep(0.1)
-        port = where.read_text().splitlines()[0]
+        port = port_file.read_text().splitlines()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
             [page] = [page for page in json.load(answer) if page["type"] == "page"]
         self._socket = stack.enter_context(connect(page["webSocketDebuggerUrl"], max_size=None))
@@ -90,34 +100,30 @@ class Browser:
                 return dict(answer["result"])
 
     def evaluate(self, expression: str) -> Any:
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        return answer["result"].get("value")
 
     def wait_for(self, wanted: Sequence[str]) -> None:
-        """Exits when a wanted text does not come up in the page."""
-        give_up, missing = time.monotonic() + PAGE_SECONDS, list(wanted)
+        """Return once the page contains every wanted text; exit when one does not appear in time."""
+        deadline, missing = time.monotonic() + PAGE_SECONDS, list(wanted)
         while missing:
             page = self.evaluate("document.body ? document.body.textContent : ''") or ""
             missing = [text for text in wanted if text not in page]
-            if missing and time.monotonic() > give_up:
+            if missing and time.monotonic() > deadline:
                 address = self.evaluate("location.href")
-                sys.exit(f"{address}: not in the page: {', '.join(missing)}; it says: {page[:2000]}")
+                sys.exit(f"{address}: not in the page: {', '.join(missing)}; it contains: {page[:2000]}")
             time.sleep(0.5)
 
     def open(self, url: str, *, wanted: Sequence[str], height: int = 1000) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=WIDTH,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        self.call("Page.navigate", url="about:blank")  # a new address after # alone loads nothing
+        size = {"width": WIDTH, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        # An address that differs only after # would not be loaded.
+        self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
         self.wait_for(wanted)
 
     def close_assistant(self) -> None:
-        """MLflow opens a panel at the right; its cross is the button in the corner."""
+        """Close the panel that MLflow opens on the right; its cross is the button in the corner."""
         self.evaluate(
             "[...document.querySelectorAll('button')].filter(b => { const r = b.getBoundingClientRect();"
             " return r.width && r.top < 70 && r.right > innerWidth - 50; }).forEach(b => b.click())"
@@ -135,7 +141,7 @@ class Browser:
 
 
 def mlflow_pictures(browser: Browser, url: str, client: Any, report: dict[str, Any], out: Path) -> None:
-    """The table that compares the runs of one comparison, and their charts."""
+    """Take the table that compares the runs of one comparison, and their charts."""
     runs = [client.get_run(run_id) for run_id in report["runs"].values()]
     experiment = runs[0].info.experiment_id
     ids = quote(json.dumps([run.info.run_id for run in runs]))
@@ -154,81 +160,70 @@ def mlflow_pictures(browser: Browser, url: str, client: Any, report: dict[str, A
 def prefect_pictures(
     browser: Browser, url: str, flow_run: Any, plans: str, report: dict[str, Any], out: Path
 ) -> None:
-    """The flow run's page with its tasks, and its table of plans."""
+    """Take the flow run's page with its tasks, and its table of plans."""
     browser.open(f"{url}/runs/flow-run/{flow_run.id}", wanted=[flow_run.name, *report["strategies"]])
     browser.picture(out / "prefect-run.png")
     browser.open(f"{url}/artifacts/artifact/{plans}", wanted=list(report["strategies"]))
     browser.picture(out / "prefect-artifacts.png")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--deployment", default="quickstart", help="whose latest comparison is shown")
-    parser.add_argument("--storage-root", type=Path, default=Path("runs"))
-    parser.add_argument("--out", type=Path, default=Path("docs"))
-    args = parser.parse_args()
-    root = args.storage_root.resolve()
-    report = json.loads((root / f"compare-{args.deployment}" / "latest" / "report.json").read_text())
+def environment_of(root: Path) -> dict[str, str]:
+    """Return the environment of both servers."""
     environment = {
         **os.environ,
         "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_UI_API_URL": "http://127.0.0.1:4211/api",
+        "PREFECT_UI_API_URL": f"http://127.0.0.1:{PREFECT_PORT}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     environment.pop("PREFECT_API_URL", None)
-    mlflow_url, prefect_url = "http://127.0.0.1:5011", "http://127.0.0.1:4211"
+    return environment
+
+
+def newest_comparison() -> tuple[Any, str]:
+    """Return the newest flow run of compare-strategies, and the id of its table of plans."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowFilter, FlowFilterName
+    from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
+
+    with get_client(sync_client=True) as prefect:
+        flows = FlowFilter(name=FlowFilterName(any_=["compare-strategies"]))
+        [flow_run, *_] = prefect.read_flow_runs(flow_filter=flows, sort=FlowRunSort.START_TIME_DESC, limit=1)
+        key = f"plans-compare-{flow_run.parameters['deployment']}"
+        tables = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+        [plans, *_] = prefect.read_artifacts(artifact_filter=tables, sort=ArtifactSort.CREATED_DESC, limit=1)
+    return flow_run, str(plans.id)
+
+
+def main() -> None:
+    parser = command.parser(__doc__)
+    parser.add_argument("--deployment", default="quickstart", help="shows its latest comparison")
+    parser.add_argument("--storage-root", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    args = parser.parse_args()
+    root = args.storage_root.resolve()
+    report = json.loads((root / f"compare-{args.deployment}" / "latest" / "report.json").read_text())
+    environment = environment_of(root)
+    mlflow_url, prefect_url = f"http://127.0.0.1:{MLFLOW_PORT}", f"http://127.0.0.1:{PREFECT_PORT}"
     os.environ |= {"PREFECT_API_URL": f"{prefect_url}/api", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "5011"]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{root}/mlflow.db"]
-        stack.enter_context(server(command, f"{mlflow_url}/health", environment))
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "4211",
-        ]
-        stack.enter_context(server(command, f"{prefect_url}/api/health", environment))
+        arguments = ["mlflow", "server", "--host", "127.0.0.1", "--port", MLFLOW_PORT, "--workers", "1"]
+        arguments += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db"]
+        stack.enter_context(server(arguments, f"{mlflow_url}/health", environment))
+        arguments = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", PREFECT_PORT]
+        stack.enter_context(server(arguments, f"{prefect_url}/api/health", environment))
         import mlflow
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import (
-            ArtifactFilter,
-            ArtifactFilterKey,
-            FlowFilter,
-            FlowFilterName,
-        )
-        from prefect.client.schemas.sorting import ArtifactSort, FlowRunSort
 
         browser = Browser(stack)
         client = mlflow.MlflowClient(f"sqlite:///{root}/mlflow.db")
         mlflow_pictures(browser, mlflow_url, client, report, args.out)
-        with get_client(sync_client=True) as prefect:
-            [flow_run, *_] = prefect.read_flow_runs(
-                flow_filter=FlowFilter(name=FlowFilterName(any_=["compare-strategies"])),
-                sort=FlowRunSort.START_TIME_DESC,
-                limit=1,
-            )
-            key = f"plans-compare-{flow_run.parameters['deployment']}"
-            [plans, *_] = prefect.read_artifacts(
-                artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])),
-                sort=ArtifactSort.CREATED_DESC,
-                limit=1,
-            )
-        prefect_pictures(browser, prefect_url, flow_run, str(plans.id), report, args.out)
+        flow_run, plans = newest_comparison()
+        prefect_pictures(browser, prefect_url, flow_run, plans, report, args.out)
     pictures = sorted(str(path) for path in args.out.glob("*.png"))
-    print(
-        json.dumps({"runs": report["runs"], "strategies": list(report["strategies"]), "pictures": pictures})
-    )
+    strategies = list(report["strategies"])
+    command.print_json({"runs": report["runs"], "strategies": strategies, "pictures": pictures})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicted against measured speeds of strategies, and the constant that explains the difference.
 
-Used by `batching.py`.
+Part of `benchmarks.batching` (`--measured`).
 """
 
 from __future__ import annotations

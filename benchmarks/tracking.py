@@ -1,18 +1,17 @@
-"""What logging costs training: MLflow points, system metrics, Prefect's progress, lines of metrics.jsonl.
+"""Logging cost: MLflow points, system metrics, Prefect's progress and lines of metrics.jsonl.
 
     python -m benchmarks.tracking [--seconds 60] [--param training.device=cpu]
 
-Runs train-dflash/quickstart with states captured anew, so that a step costs what it costs at scale, and ends it after
-the given seconds of training. The flow's process and the embedded server do nothing but logging while the ranks train:
-their CPU seconds over the seconds of training are the most that they can take from them on a machine without an idle
-core (one core's share; on n busy cores an n-th of it is likely). What a rank itself spends on lines of metrics.jsonl
-comes on top. Also says which share of the steps had reached MLflow at the end. Prints
-a table, then one line of JSON.
+Runs train-dflash/quickstart with hidden states captured in every step, so that a step costs what it costs at
+scale, and ends it after the given seconds of training. While the ranks train, the flow's process and the
+embedded server do nothing but logging: their CPU seconds per second of training bound what they can take from
+the ranks on a machine without an idle core (one core's share; on n busy cores an n-th of it is likely). The
+time that a rank spends on lines of metrics.jsonl is measured separately. Also prints the share of the steps
+that had reached MLflow at the end. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,31 +22,30 @@ from typing import Any
 
 import psutil
 
+from benchmarks.support import command
+from benchmarks.support.flow_runs import flow_command, training_steps
 from dflash_core.training.metrics_file import MetricsFile
-from tests.integration.flow_runs import flow_command, training_steps
 
 
 def start(root: Path, params: list[str], log: Path) -> subprocess.Popen[bytes]:
     settings = {"target.cache": "none", "training.validate_every": 100_000, "storage_root": str(root)}
-    command = flow_command("train_dflash", "quickstart", settings)
-    command += [part for setting in params for part in ("--param", setting)]
+    arguments = flow_command("train_dflash", "quickstart", settings)
+    arguments += [part for setting in params for part in ("--param", setting)]
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file)
+        return subprocess.Popen(arguments, stdout=file, stderr=file)
 
 
 def cpu_seconds(process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Of the flow's own process and of its embedded Prefect server; ranks and torchrun are others."""
+    """Return the CPU seconds of the flow's own process and of its server, without ranks and torchrun."""
     flow = psutil.Process(process.pid)
     servers = [p for p in flow.children() if "flows.runtime.embedded_server" in p.cmdline()]
-    everyone = {"flow": [flow], "server": [q for p in servers for q in [p, *p.children(recursive=True)]]}
-    return {
-        name: sum(times.user + times.system for times in (p.cpu_times() for p in processes))
-        for name, processes in everyone.items()
-    }
+    groups = {"flow": [flow], "server": [q for p in servers for q in [p, *p.children(recursive=True)]]}
+    times = {name: [p.cpu_times() for p in processes] for name, processes in groups.items()}
+    return {name: sum(t.user + t.system for t in group) for name, group in times.items()}
 
 
 def line_seconds(lines: list[dict[str, Any]]) -> float:
-    """What a rank spends on writing one line of metrics.jsonl."""
+    """Return the seconds that a rank spends on writing one line of metrics.jsonl."""
     with tempfile.TemporaryDirectory() as directory:
         file = MetricsFile(Path(directory) / "metrics.jsonl", 0)
         started = time.perf_counter()
@@ -65,10 +63,8 @@ def points_in_mlflow(root: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training")
+    parser = command.parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of training")
     parser.add_argument("--param", action="append", default=[], metavar="KEY=JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -79,26 +75,23 @@ def main() -> None:
             if process.poll() is not None:
                 sys.exit(f"ended early with code {process.returncode}:\n{log.read_text()[-4000:]}")
             time.sleep(0.5)
-        before, started, first = (
-            cpu_seconds(process),
-            time.monotonic(),
-            len(training_steps(run_dir)),
-        )
+        before, started = cpu_seconds(process), time.monotonic()
+        first = len(training_steps(run_dir))
         time.sleep(args.seconds)
         steps = training_steps(run_dir)[first:]
         after, wall = cpu_seconds(process), time.monotonic() - started
         process.terminate()
         process.wait(60)
-        found = {
+        figures = {
             "steps": len(steps),
             "step_seconds": wall / len(steps),
             **{f"{name}_cpu_share": (after[name] - before[name]) / wall for name in after},
             "metrics_line_share": line_seconds(steps) * len(steps) / wall,
             "steps_in_mlflow_share": points_in_mlflow(root) / len(training_steps(run_dir)),
         }
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"{name.replace('_', ' '):28}{value:,.5f}")
-    print(json.dumps(found))
+    command.print_json(figures)
 
 
 if __name__ == "__main__":

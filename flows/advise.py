@@ -1,4 +1,4 @@
-"""Flow that predicts the cost of each batching strategy on this data, before training."""
+"""Predict the cost of each batching strategy on this data, before training."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Real speculative decoding with a trained drafter: the deployment's latest, or the one in `drafter_path`."""
+"""Decode speculatively with a trained drafter: the deployment's latest, or the one at `drafter_path`."""
 
 import sys
 

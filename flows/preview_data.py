@@ -1,5 +1,4 @@
-"""Show samples as the drafter will see them: text, loss mask, anchors."""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""Show samples as the drafter sees them: text, loss mask, anchors."""
 
 import sys
 
@@ -18,7 +17,7 @@ from tasks.reporting import tables
 
 @run_flow("preview-data")
 def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object]:
-    """Returns the rows of the token store that were shown."""
+    """Return the rows of the token store that were shown."""
     from dflash_core.data.chat import load_tokenizer
 
     steps.check_options(options)

@@ -1,5 +1,4 @@
-"""List stored outputs that no run refers to, and remove them when asked: `--param remove=true`."""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""List stored outputs that nothing refers to, and remove them with `--param remove=true`."""
 
 import sys
 
@@ -20,17 +19,17 @@ from tasks.reporting import mlflow_client, tables
 
 @run_flow("prune")
 def prune(config: RunConfig, options: PruneOptions) -> dict[str, object]:
-    """Returns how many directories and bytes could go, or went."""
+    """Return the removable or removed directories and their size in bytes."""
     root = steps.root_of(config)
     protected = mlflow_client.registered_run_directories(config) if options.keep_runs is not None else set()
-    found = pruning.find_removable(root, keep_runs=options.keep_runs, protected_runs=protected)
-    total = sum(item.num_bytes for item in found)
-    rows = [
-        (str(item.path.relative_to(root)), f"{item.num_bytes / 1e6:,.1f} MB, {item.reason}") for item in found
-    ]
+    removable = pruning.find_removable(root, keep_runs=options.keep_runs, protected_runs=protected)
+    names = [str(item.path.relative_to(root)) for item in removable]
+    num_bytes = sum(item.num_bytes for item in removable)
+    sizes = (f"{item.num_bytes / 1e6:,.1f} MB, {item.reason}" for item in removable)
+    rows = list(zip(names, sizes))
     tables.print_table("removed" if options.remove else "can be removed", rows)
     if options.remove:
-        pruning.remove(found)
+        pruning.remove(removable)
     verb = "removed" if options.remove else "to remove (--param remove=true)"
-    get_run_logger().info("prune: %d directories, %.1f MB %s", len(found), total / 1e6, verb)
-    return {"directories": [str(item.path.relative_to(root)) for item in found], "bytes": total}
+    get_run_logger().info("prune: %d directories, %.1f MB %s", len(names), num_bytes / 1e6, verb)
+    return {"directories": names, "bytes": num_bytes}

@@ -1,7 +1,4 @@
-"""After a change of the data or of the number of buckets: ingest of new files, profile, edges, plans; nothing
-else.
-"""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
+"""Redo only what depends on new data or on the number of buckets: ingest, length profile, edges, plans."""
 
 import sys
 
@@ -18,7 +15,7 @@ from flows.runtime.entry import run_flow
 
 @run_flow("rebucket")
 def rebucket(config: RunConfig, options: FlowOptions) -> dict[str, object]:
-    """Returns the edges and each strategy's plan metrics."""
+    """Return the edges and the plan metrics of each strategy."""
     steps.check_options(options)
     target = steps.prepare_target(config, options)
     dataset = steps.ingest_all(config, options, target)

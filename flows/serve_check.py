@@ -1,16 +1,19 @@
-"""Serve a trained drafter with vLLM on this machine and compare what the engine and our evaluator accept.
+"""Serve a trained drafter with vLLM on this machine and compare its acceptance with that of our evaluator.
 
-The engine runs in its own environment (`make serve-env`), as a child process that shares only JSON files with
-this one: greedily without the drafter, with it, and, as a control, with a copy whose layer ids are one off.
+The engine runs in a separate environment (`make serve-env`), as a child process that shares only JSON files
+with this one. It decodes greedily without the drafter, with it, and, as a control, with a copy whose layer
+ids are one off.
 
 The comparison is on fixed continuations: the engine's own speculative output. Our evaluator takes the same
 prompts, but every draft is judged by the token that the engine wrote at its position
-(`dflash_core/serving/replay.py`). Two free-running decoders would be a weaker test: in bfloat16 they differ
-from the first near tie on, write different texts, and differ in acceptance by the texts alone. Along one text
-the two differ only where drafts do, so a difference can be traced to one step. Rates come from the engine's
-metrics, in which a last step counts in full; the replay counts the same way.
+(`dflash_core/serving/replay.py`). Two free-running decoders would be a weaker test: in bfloat16 they part at
+the first near tie, write different texts, and differ in acceptance because of the texts alone. Along one text
+the two differ only where drafts differ, so a difference can be traced to one step. Rates come from the
+engine's metrics, which count a last step in full; the replay counts the same way.
 
-`dflash_core/serving/check.py` and `agreement.py` there define what has to hold.
+`dflash_core/serving/check.py` and `agreement.py` define what has to hold. In addition, wherever the engine's greedy output
+with the drafter parts from that without, the target's two best logits are within two bfloat16 steps, and the
+control must fail.
 """
 
 import sys

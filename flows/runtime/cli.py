@@ -1,44 +1,49 @@
 """The command line of every flow: `python -m flows.<flow> NAME [--param key=JSON ...]`.
 
-It reads the named parameter set, checks every setting, sets the environment that Prefect and MLflow read when
-they are imported, and only then imports the flow. Exit codes: 0 done, 2 a user's mistake, 130 or 143 stopped,
-1 anything else. A mistake or a failure is one message on stderr; the whole story, tracebacks included, is in
-the log file it names.
+Settings are resolved and checked here, before anything slow is imported: a mistake is reported within a
+second and leaves no file. Only then is the environment set that Prefect and MLflow read when they are
+imported, and the flow is imported and run. Exit codes: 0 done, 2 a user's mistake, 130 or 143 stopped by
+SIGINT or SIGTERM, 1 anything else. A mistake or a failure is one message on stderr; tracebacks are in the log
+file that it names.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import logging
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import to_dict
+from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from flows.runtime import deployments
 from flows.runtime.embedded_server import EmbeddedServer
 from tasks.storage.input_files import check_files
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
-EXIT_SECONDS = 10.0  # from the end of the flow to the end of the process
+# From the end of the flow to the end of the process.
+EXIT_SECONDS = 10.0
 
-_exit_code = EXIT_FAILED  # of this process, once it is known
+# The exit code of this process, once it is known.
+_exit_code = EXIT_FAILED
 
 
 def parse_param(text: str) -> dict[str, Any]:
-    """One `--param`: `key=JSON`, where a bare word is a string and a dotted key names one field of a section.
+    """Parse one `--param KEY=JSON`; a bare word is a string, a dotted key names one field of a section.
 
     parse_param("training.epochs=2") == {"training": {"epochs": 2}}
 
     Raises:
-        UserError: no `=`, an empty key, or text that starts like JSON and is not.
+        UserError: no `=`, an empty key, or a value that starts like JSON and is not valid JSON.
     """
     key, separator, raw = text.partition("=")
     parts = key.split(".")
@@ -56,20 +61,20 @@ def parse_param(text: str) -> dict[str, Any]:
 
 
 def parse_params(texts: list[str]) -> dict[str, Any]:
-    """All `--param` of a command line, later ones over earlier ones."""
+    """Merge all `--param` of a command line, later ones over earlier ones."""
     given: dict[str, Any] = {}
     for text in texts:
-        one = parse_param(text)
-        if isinstance(one.get("data"), list):
-            one = {"data": {"files": one["data"]}}
-        given = deployments.merge(given, one)
+        parameter = parse_param(text)
+        if isinstance(parameter.get("data"), list):
+            parameter = {"data": {"files": parameter["data"]}}
+        given = deployments.merge(given, parameter)
     return given
 
 
 def set_environment(storage_root: str) -> Path:
-    """Sets what Prefect and MLflow read at import; must run before either is imported.
+    """Set the variables that Prefect and MLflow read at import; must run before either is imported.
 
-    `PREFECT_API_URL`, `PREFECT_HOME` and `MLFLOW_TRACKING_URI` of the user win.
+    Variables that the user has set stay as they are.
 
     Returns:
         The absolute storage root, created.
@@ -82,14 +87,15 @@ def set_environment(storage_root: str) -> Path:
         (root / "prefect").mkdir(parents=True, exist_ok=True)
         (root / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"storage_root: {storage_root!r} cannot be written: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or error
+        raise UserError(f"storage_root: {storage_root!r} cannot be written: {reason}") from error
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # of Prefect's own; 20 s are too short
+        # Prefect's own default of 20 s is too short on a busy machine.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",  # its own shutdown is logged as an error
+        # The server logs its own shutdown as an error.
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}",
@@ -101,29 +107,25 @@ def set_environment(storage_root: str) -> Path:
 
 
 class _OneMessage(logging.Filter):
-    """Keeps tracebacks and the engine's echo of a failure off the console; `main` prints the one message."""
+    """Keeps tracebacks and Prefect's repetitions of a failure off the console; `main` prints one message."""
+
+    HIDDEN_STARTS = ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
 
     def __init__(self, *, embedded: bool) -> None:
         super().__init__()
-        self._embedded = embedded  # whose pages nobody can open
+        # The embedded server serves no pages, so links to them are hidden as well.
+        self._hidden_starts = (*self.HIDDEN_STARTS, "View at ") if embedded else self.HIDDEN_STARTS
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info or record.name.startswith("prefect.task_run_recorder"):
             return False
         text = record.getMessage()
-        return not (
-            text.startswith(
-                ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
-            )
-            or self._embedded
-            and text.startswith("View at ")
-            or "Crash detected" in text
-            or "exception" in text.lower()
-        )
+        repeats_failure = "Crash detected" in text or "exception" in text.lower()
+        return not repeats_failure and not text.startswith(self._hidden_starts)
 
 
 def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
-    """Everything into a log file of its own; the console keeps the readable part."""
+    """Log everything into the file of this command; the console keeps the readable part."""
     to_file = logging.FileHandler(log_path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(name)s | %(message)s"))
     console_filter = _OneMessage(embedded=embedded)
@@ -137,52 +139,66 @@ def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def _epilog(flow_name: str) -> str:
+    """Return the end of the help text: the deployments, the parameters and examples."""
+    command = f"python -m {deployments.module_of(flow_name)}"
+    named = deployments.deployments(flow_name)
+    width = max(map(len, named), default=0) + 2
+    descriptions = (f"  {name:<{width}}{entry.get('description', '')}" for name, entry in named.items())
+    settings = ", ".join(f.name for f in dataclasses.fields(RunConfig))
+    options = ", ".join(deployments.FLOWS[flow_name].option_names())
+    return "\n".join(
+        [
+            "deployments (parameter sets of prefect.yaml):",
+            *descriptions,
+            "",
+            textwrap.fill(f"parameters: {settings}; options: {options}", width=100),
+            "",
+            "examples:",
+            f"  {command} quickstart",
+            f"  {command} quickstart --param training.epochs=2 --param 'data=[\"chats.jsonl\"]'",
+            f"  {command} quickstart --show",
+        ]
+    )
+
+
 def _parser(flow_name: str) -> argparse.ArgumentParser:
-    info = deployments.FLOWS[flow_name]
-    lines = [
-        f"  {name:<14}{entry.get('description', '')}"
-        for name, entry in deployments.deployments(flow_name).items()
-    ]
     parser = argparse.ArgumentParser(
         prog=f"python -m {deployments.module_of(flow_name)}",
-        description=f"{flow_name}: {info.summary}.",
+        description=f"{flow_name}: {deployments.FLOWS[flow_name].summary}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="deployments (parameter sets of prefect.yaml):\n"
-        + "\n".join(lines)
-        + "\n\nparameters: the sections of a run (target, data, batching, drafter, objective, optimizer, "
-        "training,\n"
-        "evaluation, tracking), storage_root, deployment"
-        + "".join(f", {name}" for name in info.option_names())
-        + "\n\nexamples:\n"
-        f"  python -m {deployments.module_of(flow_name)} quickstart\n"
-        f"  python -m {deployments.module_of(flow_name)} quickstart --param training.epochs=2 "
-        "--param 'data=[\"chats.jsonl\"]'\n"
-        f"  python -m {deployments.module_of(flow_name)} quickstart --show",
+        epilog=_epilog(flow_name),
+        add_help=False,
     )
+    changes = "change one parameter; a mapping changes the keys it names; KEY may be dotted"
     parser.add_argument("name", nargs="?", help="a deployment, see below")
-    parser.add_argument(
-        "--param",
-        "-p",
-        action="append",
-        default=[],
-        metavar="KEY=JSON",
-        help="change one parameter; a mapping changes the keys it names; KEY may be dotted",
-    )
+    parser.add_argument("--param", "-p", action="append", default=[], metavar="KEY=JSON", help=changes)
     parser.add_argument("--show", action="store_true", help="print the settings that would be used, and exit")
+    parser.add_argument("--help", "-h", action="store_true", help="show this message and exit")
     return parser
 
 
+def _print(text: str) -> int:
+    """Print to stdout and return 0; a reader that has closed the pipe, such as `head`, is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does, through every `finally`."""
+    """Raised by SIGTERM: ends a run as Ctrl-C does, through every `finally`."""
 
 
 def _terminate(number: int, frame: Any) -> None:
     raise _Terminated
 
 
-def _run(flow_name: str, parameters: dict[str, Any]) -> int:
-    """Runs the flow with resolved parameters: what Prefect records of the run is complete."""
-    root = set_environment(parameters["storage_root"])
+def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) -> int:
+    """Run the flow and return the exit code; the caller handles mistakes and interruptions."""
+    root = set_environment(config.storage_root)
     log_path = root / "logs" / f"{flow_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     signal.signal(signal.SIGTERM, _terminate)
     server = None
@@ -191,14 +207,17 @@ def _run(flow_name: str, parameters: dict[str, Any]) -> int:
         server.start()
     try:
         module = importlib.import_module(deployments.module_of(flow_name))
-        flow = getattr(module, flow_name.replace("-", "_"))
+        flow = getattr(module, deployments.function_of(flow_name))
         _set_up_logging(log_path, embedded=server is not None)
         if server is not None:
             server.wait()
-        flow(**parameters)
+        from flows.runtime.entry import run_resolved
+
+        run_resolved(flow, config, options)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # noqa: B036 - Prefect ends flows by exceptions of its own
+    # Prefect ends flows by exceptions that are not subclasses of Exception.
+    except BaseException as error:  # noqa: B036
         cause = _cause(error)
         if cause is not None:
             raise cause from error
@@ -213,36 +232,35 @@ def _run(flow_name: str, parameters: dict[str, Any]) -> int:
 
 
 def _end_in_any_case() -> None:
-    """Prefect's threads may wait long for a server that is gone; the command's outcome is known by now."""
+    """End the process after `EXIT_SECONDS`: Prefect's threads may wait long for a server that has ended."""
     timer = threading.Timer(EXIT_SECONDS, lambda: os._exit(_exit_code))
     timer.daemon = True
     timer.start()
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The user's mistake or the interruption behind an exception, if there is one."""
+    """Return the user's mistake or the interruption behind an exception, or None."""
     while error is not None and not isinstance(error, UserError | KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
 def main(flow_name: str, argv: list[str] | None = None) -> int:
-    """Runs a flow from the command line and returns the exit code."""
+    """Run a flow from the command line and return the exit code."""
     global _exit_code
     try:
         parser = _parser(flow_name)
         arguments = parser.parse_args(argv)
+        if arguments.help:
+            return _print(parser.format_help().rstrip())
         if arguments.name is None:
             parser.print_help(sys.stderr)
             return EXIT_USER_ERROR
-        given = parse_params(arguments.param)
-        config, options = deployments.resolve(flow_name, arguments.name, given)
-        parameters = {**to_dict(config), **to_dict(options)}
+        config, options = deployments.resolve(flow_name, arguments.name, parse_params(arguments.param))
         if arguments.show:
-            print(json.dumps(parameters, indent=2))
-            return 0
+            return _print(json.dumps(deployments.to_parameters(config, options), indent=2))
         check_files(config)
-        _exit_code = _run(flow_name, parameters)
+        _exit_code = _run(flow_name, config, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         _exit_code = EXIT_USER_ERROR

@@ -1,12 +1,12 @@
-"""Flow runs whose process is gone without a word: the machine went down, or somebody killed the worker and all it had
-started. Prefect believes that such a run is Running, and it holds its place in the pool for ever.
+"""Flow runs whose process died without reporting it: a machine crash, or a worker killed with its children.
 
     python -m flows.runtime.crashed_runs
 
-runs before a worker starts (make worker) and marks the runs of this machine Crashed.
+Prefect believes that such a run is still running, and the run keeps its slot in the work pool. `make worker`
+runs this command before it starts the workers: runs of this machine without a process are marked Crashed and
+their MLflow runs are closed. Training resumes from its last checkpoint when the deployment is started again.
 
-Every flow run leaves a note with its process under PREFECT_HOME while it runs. The MLflow run of an abandoned flow run
-is closed as well; training resumes from its last checkpoint when the deployment is asked for again.
+While a flow run lasts, PREFECT_HOME holds a note about its process; a note without a process is a crash.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _notes() -> Path:
 
 
 @contextlib.contextmanager
-def noted(flow_run_id: str) -> Iterator[None]:
-    """Leaves the note while inside."""
+def process_note(flow_run_id: str) -> Iterator[None]:
+    """Keep a note about this process while the body runs."""
     note = _notes() / f"{flow_run_id}.json"
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps(this_process()), encoding="utf-8")
@@ -41,8 +41,8 @@ def noted(flow_run_id: str) -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-def close_abandoned() -> list[str]:
-    """Marks this machine's runs without a process as Crashed; returns their names."""
+def close_crashed_runs() -> list[str]:
+    """Mark this machine's runs without a process as Crashed, and return their names."""
     names = []
     for note in sorted(_notes().glob("*.json")):
         with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -55,18 +55,23 @@ def _close(note: Path) -> list[str]:
     with get_client(sync_client=True) as client:
         try:
             flow_run = client.read_flow_run(note.stem)
-        except ObjectNotFound:  # of a server that was removed
+        except ObjectNotFound:  # another server, or a deleted run
             note.unlink(missing_ok=True)
             return []
-        state = Crashed(message="The process of this run is gone; ask for the deployment again to resume.")
-        left = flow_run.state is not None and not flow_run.state.is_final()
-        if left:
+        state = Crashed(message="The process of this run has died; start the deployment again to resume.")
+        is_open = flow_run.state is not None and not flow_run.state.is_final()
+        if is_open:
             client.set_flow_run_state(flow_run.id, state, force=True)
     close_runs_of_flow(None, flow_run, state)
     note.unlink(missing_ok=True)
-    return [flow_run.name] if left else []
+    return [flow_run.name] if is_open else []
+
+
+def report_crashed_runs() -> None:
+    """Mark crashed runs and print one line for each."""
+    for name in close_crashed_runs():
+        print(f"flow run {name}: its process has died, marked as crashed", flush=True)
 
 
 if __name__ == "__main__":
-    for name in close_abandoned():
-        print(f"flow run {name}: its process is gone, marked as crashed")
+    report_crashed_runs()

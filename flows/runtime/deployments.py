@@ -1,14 +1,15 @@
 """Named runs: the parameter sets of `prefect.yaml`, and how they merge into a `RunConfig`.
 
-A run's settings are, later ones winning key by key: the defaults of `dflash_core.config`, the parameters of
-the deployment in `prefect.yaml`, what the user gives. So `{"training": {"epochs": 2}}` changes one key of the
-named set. The command line and the flow bodies both resolve through here, with or without a Prefect server.
-Imports no prefect.
+Three layers are merged key by key, later ones over earlier ones: the defaults of `dflash_core.config`, the
+parameters of the deployment in `prefect.yaml`, and what the user gives. So `{"training": {"epochs": 2}}`
+changes one key of the named set. The command line and the flows both resolve settings here, with or without a
+Prefect server. This module does not import prefect.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from dflash_core.batching.strategies import STRATEGIES
-from dflash_core.config import RunConfig, StrategyName, from_dict
+from dflash_core.config import RunConfig, StrategyName, from_dict, to_dict
 from dflash_core.errors import UserError
 
 PREFECT_YAML = Path(__file__).resolve().parents[2] / "prefect.yaml"
@@ -25,11 +26,10 @@ PREFECT_YAML = Path(__file__).resolve().parents[2] / "prefect.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class FlowOptions:
-    """What a flow takes beside the run's settings."""
+    """The parameters of a flow that are not settings of a run."""
 
-    refresh: tuple[
-        str, ...
-    ] = ()  # stages to run again although nothing changed: ingest, profile, edges, plan, ...
+    # Stages to run again although nothing changed: ingest, profile, edges, plan, ...
+    refresh: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,35 +40,33 @@ class CompareOptions(FlowOptions):
     seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        if not self.strategies or len(set(self.strategies)) != len(self.strategies):
-            raise UserError(
-                f"strategies: {list(self.strategies)!r} is not allowed; allowed: one or more, each once"
-            )
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
-            raise UserError(
-                f"seeds: {list(self.seeds)!r} is not allowed; allowed: one or more, each once, >= 0"
-            )
+        strategies, seeds = list(self.strategies), list(self.seeds)
+        if not strategies or len(set(strategies)) != len(strategies):
+            raise UserError(f"strategies: {strategies!r} is not allowed; allowed: one or more, each once")
+        if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+            raise UserError(f"seeds: {seeds!r} is not allowed; allowed: one or more, each once, >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(FlowOptions):
     """evaluate-drafter: which drafter."""
 
-    drafter_path: str | None = (
-        None  # an exported drafter's directory or a run's; None: the deployment's latest run
-    )
+    # Directory of an exported drafter or of a run; None: the deployment's latest run.
+    drafter_path: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCheckOptions(EvaluateOptions):
     """serve-check: which drafter, and how the engine runs."""
 
-    python: str = ".venv-serve/bin/python"  # of an environment with vLLM: make serve-env
-    dtype: Literal["auto", "bfloat16", "float32"] = (
-        "auto"  # of the engine; auto: bfloat16 where this CPU is fast at it
-    )
-    max_num_seqs: int = 16  # prompts that the engine decodes at once
-    control: bool = True  # also serve the drafter with its layers one off, which has to be told apart
+    # Python of an environment with vLLM: `make serve-env` creates it.
+    python: str = ".venv-serve/bin/python"
+    # Compute dtype of the engine; auto: bfloat16 where this CPU is fast at it.
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    # Prompts that the engine decodes at once.
+    max_num_seqs: int = 16
+    # Also serve the drafter with layer ids that are one off; the check has to notice that.
+    control: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -77,16 +75,17 @@ class ServeCheckOptions(EvaluateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions(FlowOptions):
-    """advise: what predictions rest on."""
+    """advise: the basis of the predictions."""
 
-    measure: bool = True  # run a few microbatches on this machine; false: shapes and an assumed speed
+    # True: run a few microbatches on this machine; False: derive the costs from shapes and an assumed speed.
+    measure: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewOptions(FlowOptions):
-    """preview-data: how much to show."""
+    """preview-data: how many samples to show."""
 
-    limit: int = 3  # samples
+    limit: int = 3
 
     def __post_init__(self) -> None:
         if not 1 <= self.limit <= 100:
@@ -97,8 +96,10 @@ class PreviewOptions(FlowOptions):
 class PruneOptions(FlowOptions):
     """prune: list, or remove."""
 
-    remove: bool = False  # false: only list what would go
-    keep_runs: int | None = None  # also drop all but the newest runs of each deployment
+    # False: only list what would be removed.
+    remove: bool = False
+    # Also remove all but this many of the newest runs of each deployment.
+    keep_runs: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep_runs is not None and self.keep_runs < 1:
@@ -107,7 +108,7 @@ class PruneOptions(FlowOptions):
 
 @dataclass(frozen=True)
 class FlowInfo:
-    """One flow: what it is for and the class of its options."""
+    """Summary of a flow, and the class of its options."""
 
     summary: str
     options: type[FlowOptions] = FlowOptions
@@ -119,60 +120,63 @@ class FlowInfo:
 FLOWS = {
     "train-dflash": FlowInfo("data, length profile, bucket edges, batch plans, training, acceptance, report"),
     "rebucket": FlowInfo("ingest of new files, length profile, bucket edges and batch plans; nothing else"),
-    "compare-strategies": FlowInfo(
-        "train every batching strategy on the same samples and anchors", CompareOptions
-    ),
+    "compare-strategies": FlowInfo("train every strategy on the same samples and anchors", CompareOptions),
     "evaluate-drafter": FlowInfo("real speculative decoding with a trained drafter", EvaluateOptions),
-    "serve-check": FlowInfo("a trained drafter in vLLM against our evaluator", ServeCheckOptions),
-    "advise": FlowInfo("what each batching strategy would cost on this data, before training", AdviseOptions),
-    "preview-data": FlowInfo(
-        "show samples as the drafter will see them: text, loss mask, anchors", PreviewOptions
-    ),
-    "prune": FlowInfo("list, then remove, stored outputs that no run refers to", PruneOptions),
+    "serve-check": FlowInfo("a trained drafter in vLLM, compared with our evaluator", ServeCheckOptions),
+    "advise": FlowInfo("predict the cost of each batching strategy on this data", AdviseOptions),
+    "preview-data": FlowInfo("show samples as the drafter sees them: text, mask, anchors", PreviewOptions),
+    "prune": FlowInfo("list, then remove, stored outputs that nothing refers to", PruneOptions),
 }
 
 
+def function_of(flow_name: str) -> str:
+    """Return the name of a flow's function: `train-dflash` -> `train_dflash`."""
+    return flow_name.replace("-", "_")
+
+
 def module_of(flow_name: str) -> str:
-    """Module and function that hold a flow: `train-dflash` -> `flows.train_dflash`, function
-    `train_dflash`.
-    """
-    return f"flows.{flow_name.replace('-', '_')}"
+    """Return the name of a flow's module: `train-dflash` -> `flows.train_dflash`."""
+    return f"flows.{function_of(flow_name)}"
 
 
-def deployments(flow_name: str, path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
-    """The flow's deployments in `prefect.yaml`: name -> the deployment's mapping (description, parameters,
-    ...).
-
-    Raises:
-        UserError: the file is missing or is not YAML.
-    """
+@functools.lru_cache(maxsize=1)
+def _entries(path: Path) -> list[dict[str, Any]]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: not found; deployments are read from the project's prefect.yaml") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    entrypoint = f"{module_of(flow_name)}.{flow_name.replace('-', '_')}"
-    entries = (document or {}).get("deployments") or []
-    return {entry["name"]: entry for entry in entries if entry.get("entrypoint") == entrypoint}
+    return (document or {}).get("deployments") or []
+
+
+def deployments(flow_name: str, path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
+    """Return the flow's deployments in `prefect.yaml`: name -> mapping with description, parameters and more.
+
+    The file is parsed once per process.
+
+    Raises:
+        UserError: the file is missing or is not YAML.
+    """
+    entrypoint = f"{module_of(flow_name)}.{function_of(flow_name)}"
+    return {entry["name"]: entry for entry in _entries(path) if entry.get("entrypoint") == entrypoint}
 
 
 def named_parameters(flow_name: str, name: str, path: Path = PREFECT_YAML) -> dict[str, Any]:
-    """The parameter set of deployment `name`.
+    """Return the parameter set of deployment `name`.
 
     Raises:
-        UserError: no deployment of that name; lists those that exist.
+        UserError: no deployment has that name; the message lists those that exist.
     """
     known = deployments(flow_name, path)
     if name not in known:
-        raise UserError(
-            f"{flow_name}: no deployment {name!r} in {path.name}; there are: {', '.join(known) or 'none'}"
-        )
+        names = ", ".join(known) or "none"
+        raise UserError(f"{flow_name}: no deployment {name!r} in {path.name}; there are: {names}")
     return known[name].get("parameters") or {}
 
 
 def merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `given` over it, mappings key by key, all else replaced whole. Neither argument is changed.
+    """Return `base` overridden by `given`: mappings key by key, other values as a whole.
 
     merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}) == {"a": {"x": 1, "y": 3}}
     """
@@ -184,8 +188,9 @@ def merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_name(files: Sequence[str]) -> str:
-    """A word for the data in names of runs: `chats` for `data/chats/*.jsonl`, `chats-and-2-more` for three names,
-    `stdlib` for none.
+    """Return a word for the data in names of runs.
+
+    `chats` for `data/chats/*.jsonl`, `chats-and-2-more` for three names, `stdlib` for none.
     """
     if not files:
         return "stdlib"
@@ -197,7 +202,7 @@ def data_name(files: Sequence[str]) -> str:
 
 
 def _sections(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Drops sections that were left out (None) and reads `data: [files]` as `data: {files: [files]}`."""
+    """Drop sections that were left out (None) and read `data: [files]` as `data: {files: [files]}`."""
     kept = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(kept.get("data"), list | tuple):
         kept["data"] = {"files": list(kept["data"])}
@@ -207,10 +212,10 @@ def _sections(parameters: dict[str, Any]) -> dict[str, Any]:
 def resolve(
     flow_name: str, deployment: str | None, given: dict[str, Any], path: Path = PREFECT_YAML
 ) -> tuple[RunConfig, FlowOptions]:
-    """The settings of a run of `flow_name` and the flow's own options.
+    """Return the settings of a run of `flow_name`, and the flow's options.
 
     Args:
-        deployment: a name in `prefect.yaml`; None: defaults and `given` alone.
+        deployment: a name in `prefect.yaml`; None: only the defaults and `given`.
         given: sections of `RunConfig` (partial), options of the flow.
 
     Raises:
@@ -222,10 +227,14 @@ def resolve(
     allowed = {f.name for f in dataclasses.fields(RunConfig)} | set(info.option_names())
     for name in values:
         if name not in allowed:
-            raise UserError(
-                f"{name}: unknown parameter of {flow_name}; allowed: {', '.join(sorted(allowed))}"
-            )
+            names = ", ".join(sorted(allowed))
+            raise UserError(f"{name}: unknown parameter of {flow_name}; allowed: {names}")
     options = {name: values.pop(name) for name in info.option_names() if name in values}
     if deployment:
         values.setdefault("deployment", deployment)
     return from_dict(RunConfig, values), from_dict(info.options, options)
+
+
+def to_parameters(config: RunConfig, options: FlowOptions) -> dict[str, Any]:
+    """Return every setting and option of a run as the flow's parameters, in JSON types."""
+    return {**to_dict(config), **to_dict(options)}

@@ -1,8 +1,8 @@
-"""Prefect's API for the time of one command, when no server is named.
+"""A Prefect server as a child process of one command, for users who have set no PREFECT_API_URL.
 
-Prefect can start such a server itself; this one differs in what a person at a terminal notices: it starts
-while the flow's modules are being imported, Ctrl-C does not reach it (so that the end of the run can still be
-recorded), its output goes to a file, and it ends with its parent however that ends.
+Prefect can start such a server itself; this one differs in four ways. It starts while the flow's modules are
+being imported, which saves seconds. Ctrl-C does not reach it, so the end of the run can still be recorded.
+Its output goes to a file. It ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from pathlib import Path
 
 from dflash_core.errors import UserError
 
-STARTUP_SECONDS = 300.0  # idle machines need 10 to 15
+# An idle machine needs 10 to 15.
+STARTUP_SECONDS = 300.0
 STOP_SECONDS = 5.0
 
 
 class EmbeddedServer:
-    """A Prefect server on loopback, as a child in a session of its own; its database is PREFECT_HOME's.
+    """A Prefect server on loopback, a child in its own session; its database is that of PREFECT_HOME.
 
     Args:
-        port: None takes any free port, for one command alone; a port of the caller's choice comes with the UI
-            and with all services.
+        log_path: receives the output of the server.
+        port: None: any free port, without the UI and without background services, for a single command. A
+            given port: the whole server with its UI.
     """
 
     def __init__(self, log_path: Path, port: int | None = None) -> None:
@@ -37,7 +39,7 @@ class EmbeddedServer:
         self._url = ""
 
     def start(self) -> None:
-        """Starts the process and names it in PREFECT_API_URL; `wait` says when it answers."""
+        """Start the process and set PREFECT_API_URL; `wait` returns once it answers."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -61,32 +63,32 @@ class EmbeddedServer:
         os.environ["PREFECT_API_URL"] = self._url
 
     def wait(self) -> None:
-        """Returns when the server answers.
+        """Return once the server answers.
 
         Raises:
-            RuntimeError: it ended, or did not answer in time; names its log.
+            RuntimeError: it ended or did not answer in time; the message names its log.
         """
         assert self._process is not None
-        give_up = time.monotonic() + STARTUP_SECONDS
-        while self._process.poll() is None and time.monotonic() < give_up:
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 with urllib.request.urlopen(f"{self._url}/health", timeout=5) as answer:
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 time.sleep(0.1)
-        ended = self._process.poll()
-        what = "did not answer" if ended is None else f"ended with code {ended}"
+        code = self._process.poll()
+        outcome = "did not answer" if code is None else f"ended with code {code}"
         self.stop()
-        raise RuntimeError(f"Prefect's embedded server {what}; its log is {self.log_path}")
+        raise RuntimeError(f"Prefect's embedded server {outcome}; its log is {self.log_path}")
 
     def stop(self) -> None:
-        """Ends the server, once it has what this process still holds for it; idempotent."""
+        """End the server after sending it the events and logs of this process; may be called twice."""
         process, self._process = self._process, None
         if process is None:
             return
         if process.poll() is None:
-            _send_the_rest()
+            _send_pending()
         os.environ.pop("PREFECT_API_URL", None)
         process.terminate()
         try:
@@ -96,8 +98,8 @@ class EmbeddedServer:
             process.wait()
 
 
-def _send_the_rest() -> None:
-    """Events and logs that Prefect's threads hold back; later they would wait long for a server that is gone."""
+def _send_pending() -> None:
+    """Send the events and logs that Prefect's threads buffer: without a server they would wait for long."""
     if "prefect.flows" not in sys.modules:
         return
     from prefect.events.worker import EventsWorker
@@ -109,7 +111,7 @@ def _send_the_rest() -> None:
 
 
 def serve(port: int) -> None:
-    """The server's process."""
+    """Run the server in this process until SIGTERM or the end of the parent."""
     from dflash_core.launch.stop_signal import end_with_parent
 
     end_with_parent()
@@ -123,7 +125,8 @@ def serve(port: int) -> None:
         port=port,
         log_level="error",
         lifespan="on",
-        timeout_graceful_shutdown=1,  # connections of clients that listen for events never end by themselves
+        # Connections of clients that listen for events never end by themselves.
+        timeout_graceful_shutdown=1,
     )
 
 

@@ -1,10 +1,13 @@
-"""Makes a Prefect flow of a function that takes a `RunConfig` and its flow's options.
+"""Decorator that makes a Prefect flow of a function that takes a `RunConfig` and its flow's options.
 
-The flow's parameters are the sections of `RunConfig`, each a partial mapping, then the options; their types
-are made from the dataclasses, so that Prefect's schema check and forms know every field. All other checking,
-with one message that names the field, happens when the settings are resolved.
+The flow's parameters are the sections of `RunConfig`, each a partial mapping, followed by the options. Their
+types are derived from the dataclasses, so Prefect's schema check and its forms know every field. Everything
+else is checked when the settings are resolved, with one message that names the field. A process resolves the
+settings of a flow run once: the command line before it imports prefect (`run_resolved` hands the objects
+over), a worker's child process when Prefect asks for the name of the run.
 """
 
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -21,15 +24,18 @@ from typing_extensions import TypedDict
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from flows.runtime import deployments
-from flows.runtime.crashed_runs import noted
+from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
 from flows.runtime.task_runners import task_runner
 from tasks.reporting.mlflow_run import close_runs_of_flow
 from tasks.storage.input_files import check_files
 
+Settings = tuple[RunConfig, FlowOptions]
+_resolved: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("resolved_settings", default=None)
+
 
 def _plain(hint: Any) -> Any:
-    """A field's type as Prefect's schema can show it: tuples as lists."""
+    """Return a field's type as Prefect's schema can show it: tuples as lists."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return list[_plain(args[0])]  # type: ignore[misc]
@@ -39,15 +45,16 @@ def _plain(hint: Any) -> Any:
 
 
 def parameter_type(section: type) -> Any:
-    """A TypedDict of a settings class in which every key may be missing and no other key is allowed."""
+    """Return a TypedDict of a settings class: every key may be missing, no other key is allowed."""
     hints = typing.get_type_hints(section)
     annotations = {}
     for f in dataclasses.fields(section):
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
         annotations[f.name] = Annotated[_plain(hints[f.name]), Field(description=f"default: {default!r}")]
-    made = TypedDict(section.__name__.replace("Config", "Settings"), annotations, total=False)  # type: ignore[operator]
-    made.__pydantic_config__ = ConfigDict(extra="forbid")
-    return made
+    name = section.__name__.replace("Config", "Settings")
+    mapping = TypedDict(name, annotations, total=False)  # type: ignore[operator]
+    mapping.__pydantic_config__ = ConfigDict(extra="forbid")
+    return mapping
 
 
 def _signature(options: type[FlowOptions]) -> inspect.Signature:
@@ -66,17 +73,16 @@ def _signature(options: type[FlowOptions]) -> inspect.Signature:
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation
-    )
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: `function(config: RunConfig, options)` becomes the Prefect flow `name` over the sections.
+def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make `function(config: RunConfig, options)` the Prefect flow `name`, whose parameters are the sections.
 
-    When the run belongs to a deployment of `prefect.yaml`, that parameter set lies under what was given, so
-    that `prefect deployment run ... --param 'training={"epochs": 2}'` changes one key, as on the command
-    line.
+    When the run belongs to a deployment of `prefect.yaml`, the given parameters are merged over that
+    deployment's set, so `prefect deployment run ... --param 'training={"epochs": 2}'` changes one key, as on
+    the command line.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -84,9 +90,11 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
 
         @functools.wraps(function)
         def entry(*args: Any, **given: Any) -> Any:
-            config, options = _resolve(name, {**dict(zip(signature.parameters, args)), **given})
+            del args, given  # Prefect also holds them as the parameters of the run
+            flow_run_id = str(runtime.flow_run.id)
+            config, options = _settings(name, flow_run_id)
             check_files(config)
-            with noted(str(runtime.flow_run.id)), task_runner(config):
+            with process_note(flow_run_id), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)
@@ -101,26 +109,40 @@ def run_flow(name: str, **flow_options: Any) -> Callable[[Callable[..., Any]], A
             on_failure=[close_runs_of_flow],
             on_cancellation=[close_runs_of_flow],
             on_crashed=[close_runs_of_flow],
-            **flow_options,
         )(entry)
 
     return decorate
 
 
-def _resolve(name: str, given: dict[str, Any]) -> tuple[RunConfig, FlowOptions]:
-    deployment = runtime.deployment.name
-    named = deployment if deployment in deployments.deployments(name) else None
+def run_resolved(flow: Any, config: RunConfig, options: FlowOptions) -> Any:
+    """Run a flow of `run_flow` with resolved settings; Prefect records all of them as parameters."""
+    token = _resolved.set((config, options))
+    try:
+        return flow(**deployments.to_parameters(config, options))
+    finally:
+        _resolved.reset(token)
+
+
+@functools.lru_cache(maxsize=1)
+def _settings(name: str, flow_run_id: str) -> Settings:
+    """Return the settings of the current run; its name and its body both need them."""
+    del flow_run_id  # the key of the cache
+    resolved = _resolved.get()
+    if resolved is not None:
+        return resolved
+    given, deployment = runtime.flow_run.parameters, runtime.deployment.name
     if deployment and not given.get("deployment"):
         given = {**given, "deployment": deployment}
-    return deployments.resolve(name, named, given)
+    known = deployment if deployment in deployments.deployments(name) else None
+    return deployments.resolve(name, known, given)
 
 
 def _flow_run_name(name: str) -> str:
-    """Runs say which deployment they are of, with which strategy and on which data: `quickstart-packed-stdlib`."""
-    given = runtime.flow_run.parameters
+    """Return deployment, strategy and data of the run as its name: `quickstart-packed-stdlib`."""
     try:
-        config, options = _resolve(name, given)
-    except UserError:  # told when the flow starts
+        config, options = _settings(name, str(runtime.flow_run.id))
+    except UserError:  # reported when the flow starts
+        given = runtime.flow_run.parameters
         return str(given.get("deployment") or runtime.deployment.name or "default")
     compared = getattr(options, "strategies", None)
     strategy = f"{len(compared)}-strategies" if compared else config.batching.strategy

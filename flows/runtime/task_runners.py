@@ -1,4 +1,8 @@
-"""Where the tasks of files and epochs run: threads of the flow's own, or a Dask or Ray cluster."""
+"""Task runners for the tasks of files and epochs: threads of the flow's process, or a Dask or Ray cluster.
+
+Results do not depend on the choice. A cluster needs the extra `dask` or `ray`, and machines that see the
+storage root and the data under the same paths.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,16 @@ from prefect.context import FlowRunContext
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 
-LOCAL_WORKERS = 2  # of a cluster made for one flow run
+# Workers of a Dask cluster on this machine, made for one flow run.
+LOCAL_WORKERS = 2
 
 
 @contextlib.contextmanager
 def task_runner(config: RunConfig) -> Iterator[None]:
-    """Inside, `submit` goes to the runner that the settings name.
+    """Use the runner of the settings for every task that the body submits.
 
     Raises:
-        UserError: its package is not installed.
+        UserError: the package of the runner is not installed.
     """
     if config.task_runner == "threads":
         yield
@@ -42,9 +47,8 @@ def _dask(config: RunConfig) -> Any:
 
     if config.task_runner_address is not None:
         return DaskTaskRunner(address=config.task_runner_address)
-    return DaskTaskRunner(
-        cluster_kwargs={"n_workers": LOCAL_WORKERS, "threads_per_worker": 1, "dashboard_address": None}
-    )
+    cluster = {"n_workers": LOCAL_WORKERS, "threads_per_worker": 1, "dashboard_address": None}
+    return DaskTaskRunner(cluster_kwargs=cluster)
 
 
 def _ray(config: RunConfig) -> Any:

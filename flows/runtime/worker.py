@@ -1,8 +1,10 @@
-"""Every deployment of prefect.yaml from one terminal, without pools and workers: a server with its UI on loopback,
-and this process, which starts each requested run as a child.
+"""Serves every deployment of prefect.yaml from one terminal, without work pools and workers.
 
-    python -m flows.runtime.worker                                      (make serve)
+    python -m flows.runtime.worker                                      # or: make serve
     PREFECT_API_URL=http://127.0.0.1:4200/api prefect deployment run train-dflash/quickstart
+
+Starts a Prefect server with its UI on loopback, unless PREFECT_API_URL names one, registers the deployments,
+and starts each requested run as a child process: at most `RUNS_AT_ONCE`, and one of each deployment.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ RUNS_AT_ONCE = 4
 
 
 def make_deployments() -> list[Any]:
-    """What `prefect.yaml` names, as deployments of this process; one run of each at a time."""
-    made = []
+    """Return the deployments of `prefect.yaml` as runnable deployments; one run of each at a time."""
+    runnable = []
     for flow_name in deployments.FLOWS:
         module = importlib.import_module(deployments.module_of(flow_name))
-        flow = getattr(module, flow_name.replace("-", "_"))
+        flow = getattr(module, deployments.function_of(flow_name))
         for name, entry in deployments.deployments(flow_name).items():
-            made.append(
+            runnable.append(
                 flow.to_deployment(
                     name=name,
                     description=entry.get("description"),
@@ -37,16 +39,25 @@ def make_deployments() -> list[Any]:
                     concurrency_limit=1,
                 )
             )
-    return made
+    return runnable
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.runtime.worker",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    port = "port of the server on 127.0.0.1 (default 4200); unused where PREFECT_API_URL is set"
+    parser.add_argument("--port", type=int, default=4200, help=port)
+    root = "directory that holds the server's database and log (default runs)"
+    parser.add_argument("--storage-root", default="runs", help=root)
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m flows.runtime.worker", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--port", type=int, default=4200, help="of the server, on 127.0.0.1 (default 4200)")
-    parser.add_argument("--storage-root", default="runs", help="holds the server's database (default runs)")
-    arguments = parser.parse_args()
+    """Serve until interrupted, and return the exit code."""
+    arguments = _parser().parse_args()
     server = None
     try:
         root = cli.set_environment(arguments.storage_root)
@@ -57,10 +68,9 @@ def main() -> int:
             server.wait()
         from prefect import serve
 
-        from flows.runtime.crashed_runs import close_abandoned
+        from flows.runtime.crashed_runs import report_crashed_runs
 
-        for name in close_abandoned():
-            print(f"flow run {name}: its process is gone, marked as crashed", flush=True)
+        report_crashed_runs()
         print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}", flush=True)
         serve(*make_deployments(), limit=RUNS_AT_ONCE)
     except UserError as error:

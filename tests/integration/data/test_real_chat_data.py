@@ -1,7 +1,7 @@
-"""Public chat data, not part of the project: true counts, ids, masks.
+"""Public chat data that is not part of the project: counts, token ids and loss masks against known values.
 
-Set DFLASH_SHARED_DATA to a directory with `train/` and `eval/`, or put one beside the repository as
-`../shared/data`; skipped where there is none.
+Set DFLASH_SHARED_DATA to a directory with `train/` and `eval/`, or put one next to the repository as
+`../shared/data`; without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dflash_core.data.containers import read_rows
 from dflash_core.data.ingest import ingest_file
 from dflash_core.data.prompts import read_prompts
 from dflash_core.data.store import TokenStore
-from tests.conftest import ROOT
 
+ROOT = Path(__file__).resolve().parents[3]
 DATA = Path(os.environ.get("DFLASH_SHARED_DATA", ROOT.parent / "shared" / "data"))
 MASK_TOKEN_ID = 16
-# file: format, conversations, assistant turns that are not blank, repeated rows at least, longest in tokens
+# File: format, conversations, assistant turns that are not blank, least number of repeated rows, longest in
+# tokens.
 TRUTH = {
     "sharegpt_toolcall_en.json": ("sharegpt", 300, 957, 35, 11_632),
     "messages_en.json": ("messages", 300, 487, 0, 4_492),
@@ -65,7 +66,7 @@ def supervised_runs(mask: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("name", TRUTH)
-def test_counts_are_the_true_ones(shards: dict[str, Shard], name: str) -> None:
+def test_counts_are_the_known_ones(shards: dict[str, Shard], name: str) -> None:
     manifest, store = shards[name]
     format_name, rows, turns, repeats, longest = TRUTH[name]
     assert manifest["meta"]["format"] == format_name
@@ -97,19 +98,21 @@ def test_text_that_looks_like_control_tokens_stays_text(shards: dict[str, Shard]
     _, store = shards["messages_en.json"]
     for row in (140, 258):  # counted from 1
         text = tokenizer.decode(store.token_ids(row - 1))
-        assert "</s>" in text or "<|user|>" in text
+        assert any(control in text for control in ("</s>", "<|user|>"))
     parts = shards["messages_parts_500.jsonl"][1]
     assert "{{name}}" in tokenizer.decode(parts.token_ids(0))
 
 
-def test_over_long_rows_are_refused_under_their_line(tokenizer: Any, tmp_path: Path) -> None:
+def test_over_long_rows_are_rejected_with_their_line(tokenizer: Any, tmp_path: Path) -> None:
     path = DATA / "train" / "sharegpt_toolcall_en.json"
     manifest = ingest_file(path, DataConfig(), tokenizer, tmp_path / "s", mask_token_id=MASK_TOKEN_ID)
     assert manifest["rejects"] == {"over length": 1}
     line = pq.read_table(tmp_path / "s" / "rejects.parquet")["line"][0].as_py()
     text = path.read_text(encoding="utf-8").split("\n")
     rows_before = sum(line_text == "  {" for line_text in text[: line - 1])
-    assert (rows_before, text[line - 1].strip()) == (243, "{")  # the 244th row
+    # The 244th row.
+    assert rows_before == 243
+    assert text[line - 1].strip() == "{"
 
 
 def test_all_files_in_one_store(shards: dict[str, Shard], tmp_path: Path) -> None:
@@ -121,10 +124,11 @@ def test_all_files_in_one_store(shards: dict[str, Shard], tmp_path: Path) -> Non
         content = store.token_ids(i).tobytes() + store.loss_mask(i).tobytes()
         sides.setdefault(content, set()).add(bool(store.is_validation[i]))
     assert all(len(side) == 1 for side in sides.values())
-    assert 43 <= len(store.validation_indices) <= 172  # 1% of 8,599 within a factor of two
+    # 1% of 8,599 within a factor of two.
+    assert 43 <= len(store.validation_indices) <= 172
 
 
-def test_prompt_sets_are_read() -> None:
+def test_prompt_sets_have_the_known_sizes() -> None:
     counts = {path.name: read_prompts(path) for path in sorted((DATA / "eval").glob("*.jsonl"))}
     assert {name: len(prompts) for name, prompts in counts.items()} == {
         "gsm8k_80.jsonl": 80,

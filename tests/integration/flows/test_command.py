@@ -1,4 +1,4 @@
-"""The command as a user runs it: fresh processes, real training and decoding on the tiny target."""
+"""The commands as a user runs them: fresh processes, real training and decoding on the tiny target."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.integration.flow_runs import BASE, flow_command, flow_environment, write_rows
+from benchmarks.support.flow_runs import SMALL_SETTINGS, flow_command, flow_environment, write_rows
+from benchmarks.support.prefect_services import processes_that_name, wait_until
+
+PLAN_FIGURES = {"padding_efficiency", "num_microbatches", "mixing_microbatch", "mixing_step"}
+ALL_STRATEGIES = {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
 
 
-class Place:
+class WorkingDirectory:
     """A working directory with data and the settings of a small run."""
 
     def __init__(self, path: Path, target: Path) -> None:
@@ -27,7 +32,7 @@ class Place:
 
     def arguments(self, flow: str, **sections: Any) -> list[str]:
         settings = {
-            **BASE,
+            **SMALL_SETTINGS,
             "target": {"name": str(self.target)},
             "data": {"files": ["a.jsonl"], "min_validation_samples": 4, "limit": None},
             "tracking": {"system_metrics": False},
@@ -40,7 +45,7 @@ class Place:
     def run(self, flow: str = "train_dflash", **sections: Any) -> subprocess.CompletedProcess:
         command = self.arguments(flow, **sections)
         return subprocess.run(
-            command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=400
+            command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=1800
         )
 
     def latest(self) -> Path:
@@ -48,17 +53,18 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Place:
-    return Place(tmp_path_factory.mktemp("command"), tiny_target_dir)
+def directory(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> WorkingDirectory:
+    return WorkingDirectory(tmp_path_factory.mktemp("command"), tiny_target_dir)
 
 
 @pytest.fixture(scope="module")
-def trained(place: Place) -> Place:
-    """The place after one complete run."""
-    done = place.run()
+def trained(directory: WorkingDirectory) -> WorkingDirectory:
+    """The working directory after one complete run."""
+    done = directory.run()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "acceptance length" in done.stdout and "Traceback" not in done.stderr + done.stdout
-    return place
+    assert "acceptance length" in done.stdout
+    assert "Traceback" not in done.stderr + done.stdout
+    return directory
 
 
 REPORTED = {
@@ -76,51 +82,57 @@ REPORTED = {
 }
 
 
-def test_report_says_what_was_done(trained: Place) -> None:
+def test_the_report_holds_the_figures_of_every_part(trained: WorkingDirectory) -> None:
     report = json.loads((trained.latest() / "report.json").read_text())
-    assert report["deployment"] == "quickstart" and report["strategy"] == "packed"
+    assert report["deployment"] == "quickstart"
+    assert report["strategy"] == "packed"
     for section, names in REPORTED.items():
         assert [n for n in names if report[section].get(n) is None] == [], section
-    assert set(report["plans"]) == {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
+    assert set(report["plans"]) == ALL_STRATEGIES
     for figures in report["plans"].values():
-        assert {
-            "padding_efficiency",
-            "num_microbatches",
-            "mixing_microbatch",
-            "mixing_step",
-        } <= figures.keys()
+        assert figures.keys() >= PLAN_FIGURES
         assert 0 <= figures["repeated_pair_share"] <= 1
     assert report["plans"]["sorted"]["repeated_pair_share"] == 1.0  # its composition never changes
-    assert report["edges"][0] == 0 and report["edges"][-1] >= report["dataset"]["max_length"]
+    assert report["edges"][0] == 0
+    assert report["edges"][-1] >= report["dataset"]["max_length"]
     assert report["train"]["loss_last"] < report["train"]["loss_first"]
     assert report["evaluation"]["lossless"] is True
     run = trained.latest().resolve()
-    assert os.readlink(trained.latest()) == run.name and report["run_key"].startswith(run.name)
+    assert os.readlink(trained.latest()) == run.name
+    assert report["run_key"].startswith(run.name)
     for name in ("report.md", "metrics.jsonl", "run.json", "drafter/model.safetensors", "plots/loss.png"):
         assert (run / name).is_file(), name
     assert [p for p in trained.path.rglob(".*") if "partial" in p.name or p.name.startswith(".removed")] == []
 
 
-def test_mlflow_has_one_finished_run_with_one_point_a_step(trained: Place) -> None:
+def check_one_point_per_step(directory: WorkingDirectory, report: dict[str, Any]) -> None:
+    """Check that MLflow has the training loss of every step exactly once."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{directory.path}/runs/mlflow.db")
+    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
+    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
+
+
+def test_mlflow_has_one_finished_run_with_one_point_per_step(trained: WorkingDirectory) -> None:
     import mlflow
 
     report = json.loads((trained.latest() / "report.json").read_text())
     client = mlflow.MlflowClient(f"sqlite:///{trained.path}/runs/mlflow.db")
     run = client.get_run(report["mlflow_run_id"])
     assert run.info.status == "FINISHED"
-    assert run.data.tags["strategy"] == "packed" and run.data.tags["stage"] == "train"
-    assert (
-        run.data.tags["data_digest"] and run.data.tags["git_commit"] and run.data.tags["prefect.flow_run_id"]
-    )
-    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
-    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
-    assert run.data.metrics["final/acceptance_length"] == pytest.approx(
-        report["evaluation"]["acceptance_length"]
-    )
+    assert run.data.tags["strategy"] == "packed"
+    assert run.data.tags["stage"] == "train"
+    for tag in ("data_digest", "git_commit", "prefect.flow_run_id"):
+        assert run.data.tags[tag], tag
+    check_one_point_per_step(trained, report)
+    expected = pytest.approx(report["evaluation"]["acceptance_length"])
+    assert run.data.metrics["final/acceptance_length"] == expected
     names = {a.path for a in client.list_artifacts(report["mlflow_run_id"])}
     assert {"report.md", "report.json", "plots", "drafter"} <= names
     version = client.get_model_version_by_alias("dflash-quickstart", "current")
-    assert version.run_id == report["mlflow_run_id"] and version.tags["run_key"] == report["run_key"]
+    assert version.run_id == report["mlflow_run_id"]
+    assert version.tags["run_key"] == report["run_key"]
     [logged] = run.inputs.dataset_inputs
     assert logged.dataset.digest == run.data.tags["data_digest"]
     assert json.loads(logged.dataset.profile)["num_samples"] == report["dataset"]["num_samples"]
@@ -128,34 +140,32 @@ def test_mlflow_has_one_finished_run_with_one_point_a_step(trained: Place) -> No
     assert not list((trained.path / "runs" / "open-runs").glob("*.json"))
 
 
-def test_second_run_skips_everything_and_says_so(trained: Place) -> None:
+def test_a_second_run_skips_everything_and_reports_it(trained: WorkingDirectory) -> None:
     before = {p: p.stat().st_mtime_ns for p in (trained.path / "runs" / "store").rglob("*") if p.is_file()}
     done = trained.run()
     assert done.returncode == 0
     assert "is finished and up to date, skipped" in done.stderr
-    assert (
-        done.stderr.count("Finished in state Cached") == 15
-    )  # target, file, profile, edges, ten plans, evaluate
+    # target, file, profile, edges, ten plans, evaluate
+    assert done.stderr.count("Finished in state Cached") == 15
     assert "validation at step 0" not in done.stdout
     after = {p: p.stat().st_mtime_ns for p in (trained.path / "runs" / "store").rglob("*") if p.is_file()}
     assert after == before
 
 
-def test_missing_file_is_told_before_anything_is_written(tmp_path: Path, tiny_target_dir: Path) -> None:
-    place = Place(tmp_path, tiny_target_dir)
-    done = place.run(data={"files": ["missing.jsonl"]})
-    assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr.startswith("error: data.files: 'missing.jsonl' has no file")
-        and done.stderr.count("\n") == 1
-    )
+def test_a_missing_file_is_reported_before_anything_is_written(tmp_path: Path, tiny_target_dir: Path) -> None:
+    directory = WorkingDirectory(tmp_path, tiny_target_dir)
+    done = directory.run(data={"files": ["missing.jsonl"]})
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: data.files: 'missing.jsonl' has no file")
+    assert done.stderr.count("\n") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
 
 
 @pytest.mark.long
-def test_mistake_inside_the_flow_is_one_message(tmp_path: Path, tiny_target_dir: Path) -> None:
-    place = Place(tmp_path, tiny_target_dir)
-    done = place.run(drafter={**BASE["drafter"], "target_layer_ids": [1, 9]})
+def test_a_mistake_found_inside_the_flow_is_one_message(tmp_path: Path, tiny_target_dir: Path) -> None:
+    directory = WorkingDirectory(tmp_path, tiny_target_dir)
+    done = directory.run(drafter={**SMALL_SETTINGS["drafter"], "target_layer_ids": [1, 9]})
     assert done.returncode == 2
     [message] = [line for line in done.stderr.splitlines() if "INFO" not in line]
     assert message.startswith("error: drafter.target_layer_ids")
@@ -163,72 +173,63 @@ def test_mistake_inside_the_flow_is_one_message(tmp_path: Path, tiny_target_dir:
     assert not (tmp_path / "runs" / "quickstart" / "latest").exists()
 
 
-def processes_of(place: Place) -> list[psutil.Process]:
-    """Processes whose command line names the place."""
-    everything = psutil.process_iter(["cmdline"])
-    return [p for p in everything if any(str(place.path) in part for part in p.info["cmdline"] or [])]
-
-
-@pytest.mark.long
-def test_interrupt_ends_every_process_and_the_next_run_resumes(tmp_path: Path, tiny_target_dir: Path) -> None:
-    place = Place(tmp_path, tiny_target_dir)
-    training = {**BASE["training"], "epochs": 20, "checkpoint_every_steps": 5}
-    command = place.arguments("train_dflash", training=training)
-    child = subprocess.Popen(
+def start(directory: WorkingDirectory, command: list[str]) -> subprocess.Popen[str]:
+    """Start a command as the leader of a session, so that a signal reaches all of its processes."""
+    return subprocess.Popen(
         command,
-        cwd=place.path,
-        env=place.environment(),
+        cwd=directory.path,
+        env=directory.environment(),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    give_up = time.monotonic() + 300
-    while (
-        not list(place.path.glob("runs/quickstart/*/checkpoints/step-*[0-9]")) and time.monotonic() < give_up
-    ):
-        time.sleep(0.2)
+
+
+@pytest.mark.long
+def test_interrupt_ends_every_process_and_the_next_run_resumes(tmp_path: Path, tiny_target_dir: Path) -> None:
+    directory = WorkingDirectory(tmp_path, tiny_target_dir)
+    training = {**SMALL_SETTINGS["training"], "epochs": 20, "checkpoint_every_steps": 5}
+    command = directory.arguments("train_dflash", training=training)
+    child = start(directory, command)
+    wait_until(lambda: list(directory.path.glob("runs/quickstart/*/checkpoints/step-*[0-9]")), 900)
     started = psutil.Process(child.pid).children(recursive=True)
-    os.killpg(child.pid, signal.SIGINT)  # what a terminal does
-    _, errors = child.communicate(timeout=60)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+    _, errors = child.communicate(timeout=300)
     assert child.returncode == 130, errors
     assert errors.splitlines()[-1].startswith("stopped; the next run resumes")
     assert "Traceback" not in errors
-    _, alive = psutil.wait_procs(started, timeout=10)
-    assert alive == [] and processes_of(place) == []
-    done = place.run(training=training)
+    _, alive = psutil.wait_procs(started, timeout=300)
+    assert alive == []
+    assert processes_that_name(directory.path) == []
+    done = directory.run(training=training)
     assert done.returncode == 0, done.stderr
-    assert "training: resuming" in done.stderr and "resuming from" in done.stdout
-    import mlflow
+    assert "training: resuming" in done.stderr
+    assert "resuming from" in done.stdout
+    check_one_point_per_step(directory, json.loads((directory.latest() / "report.json").read_text()))
 
-    report = json.loads((place.latest() / "report.json").read_text())
-    client = mlflow.MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
-    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
-    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
+
+# The stage by the first word of a task's label, where the two differ; "" is no stage or is counted otherwise.
+STAGE_OF_LABEL = {"length": "profile", "bucket": "edges", "train": "", "report": ""}
 
 
 def executed(done: subprocess.CompletedProcess) -> list[str]:
-    """Stages that ran in a command, with their counts, such as ["edges", "plan 2", "train"]."""
+    """Return the stages that a command ran, with their counts: ["edges", "plan 2", "train"]."""
     assert done.returncode == 0, done.stdout + done.stderr
-    ran = re.findall(r"Task run '([^']*)' - Finished in state Completed", done.stderr)
-    counts: dict[str, int] = {}
-    for name in ran:
-        first = {"length": "profile", "bucket": "edges", "train": "", "report": ""}.get(
-            name.split()[0], name.split()[0]
-        )
-        counts[first] = counts.get(first, 0) + 1
-    for status in ("new", "resuming"):
-        if f"training: {status} run" in done.stderr:
-            counts["train"] = 1
+    labels = re.findall(r"Task run '([^']*)' - Finished in state Completed", done.stderr)
+    first_words = (label.split()[0] for label in labels)
+    counts = Counter(STAGE_OF_LABEL.get(word, word) for word in first_words)
     counts.pop("", None)
+    if any(f"training: {status} run" in done.stderr for status in ("new", "resuming")):
+        counts["train"] = 1
     return sorted(name if count == 1 else f"{name} {count}" for name, count in counts.items())
 
 
 @pytest.mark.long
 def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -> None:
-    """The table of stages and changes, a process a row, with real training and decoding."""
+    """The table of stages and changes, one process per row, with real training and decoding."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target_dir, target)
-    place = Place(tmp_path, target)
+    directory = WorkingDirectory(tmp_path, target)
     data = tmp_path / "data"
     data.mkdir()
     (tmp_path / "a.jsonl").rename(data / "a.jsonl")
@@ -237,11 +238,7 @@ def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -
     common: dict[str, Any] = {"data": {"files": ["data"], "min_validation_samples": 4, "limit": None}}
 
     def ran(**sections: Any) -> list[str]:
-        merged = {
-            **common,
-            **{k: {**BASE.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()},
-        }
-        return executed(place.run(**merged))
+        return executed(directory.run(**{**common, **sections}))
 
     assert ran() == ["edges", "evaluate", "ingest", "plan 10", "profile", "target", "train"]
     os.utime(data / "a.jsonl", ns=(1, 1))
@@ -264,21 +261,17 @@ def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -
     tokenizer = target / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace("{", '{"a_note": "another tokenizer",', 1))
     assert ran() == ["evaluate", "ingest 2", "target", "train"]
-    # a stage killed half-way
+    # A stage that is killed half-way leaves a temporary directory, which the next run removes.
     write_rows(data / "c.jsonl", 30_000, seed=2)
-    command = place.arguments("rebucket", **common)
-    child = subprocess.Popen(
-        command, cwd=place.path, env=place.environment(), stderr=subprocess.PIPE, start_new_session=True
-    )
-    give_up = time.monotonic() + 120
-    while not list((tmp_path / "runs" / "store" / "ingest").glob(".*")) and time.monotonic() < give_up:
+    store = tmp_path / "runs" / "store" / "ingest"
+    child = start(directory, directory.arguments("rebucket", **common))
+    deadline = time.monotonic() + 900
+    while not list(store.glob(".*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
-    before = {
-        p.name for p in (tmp_path / "runs" / "store" / "ingest").iterdir() if not p.name.startswith(".")
-    }
-    assert len(before) == 4 and list((tmp_path / "runs" / "store" / "ingest").glob(".*"))
-    done = place.run("rebucket", **common)
+    assert len([p for p in store.iterdir() if not p.name.startswith(".")]) == 4
+    assert list(store.glob(".*"))
+    done = directory.run("rebucket", **common)
     assert executed(done)[:2] == ["edges", "ingest"]
-    assert not list((tmp_path / "runs" / "store" / "ingest").glob(".*"))
+    assert not list(store.glob(".*"))
