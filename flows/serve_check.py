@@ -11,9 +11,9 @@ the first near tie, write different texts, and differ in acceptance because of t
 the two differ only where drafts differ, so a difference can be traced to one step. Rates come from the
 engine's metrics, which count a last step in full; the replay counts the same way.
 
-`dflash_core/serving/check.py` and `agreement.py` define what has to hold. In addition, wherever the engine's greedy output
-with the drafter parts from that without, the target's two best logits are within two bfloat16 steps, and the
-control must fail.
+`dflash_core/serving/check.py` and `agreement.py` define what has to hold. In addition, wherever the engine's
+greedy output with the drafter parts from that without, the target's two best logits are within two bfloat16
+steps, and the control must fail.
 """
 
 import sys

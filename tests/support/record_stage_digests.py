@@ -2,8 +2,8 @@
 
     python -m tests.support.record_stage_digests
 
-Run it after a change to the code of a stage, once its `version` in tasks/ is raised where equal inputs could now give
-other outputs. `tests/unit/test_stage_digests.py` compares.
+Run it after a change to the code of a stage, once its `version` in tasks/ is raised where equal inputs could
+now give other outputs. `tests/unit/test_stage_digests.py` compares.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def closure(sources: tuple[str, ...]) -> set[Path]:
 def code_digest(sources: tuple[str, ...]) -> str:
     """Return the digest of the code behind some modules; the same on every Python.
 
-    It covers the top-level statements of all files as a set. Paths, imports, docstrings, comments and line breaks do
-    not count, so moving code between modules does not change it.
+    It covers the top-level statements of all files as a set. Paths, imports, docstrings, comments and line
+    breaks do not count, so moving code between modules does not change it.
     """
     statements = sorted(text for path in closure(sources) for text in statements_of(path))
     return hashlib.blake2b("\n".join(statements).encode(), digest_size=8).hexdigest()
