@@ -12,4 +12,4 @@ class Stopped(Exception):
 
 
 class RunFailed(RuntimeError):
-    """The run cannot continue, its checkpoints stay valid: out of memory, too many steps that are not finite."""
+    """The run cannot continue, but its checkpoints stay valid: out of memory, too many non-finite steps."""

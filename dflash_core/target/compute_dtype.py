@@ -1,7 +1,7 @@
 """The dtype in which a device computes where no setting names one.
 
-Policy: bfloat16 where the device has units for it, else float32. Only some CPUs have them (AMX and AVX512-BF16
-on x86, the bf16 extension on ARM); on others bfloat16 is several times slower than float32.
+Policy: bfloat16 where the device has units for it, else float32. Only some CPUs have them (AMX and
+AVX512-BF16 on x86, the bf16 extension on ARM); on others bfloat16 is several times slower than float32.
 
 Guarantee: the answer follows from what the device is, never from how busy it is, so that a run, its
 resumption and its comparisons agree. It is printed together with its reason.
@@ -37,12 +37,12 @@ def cpu_bf16_units() -> tuple[str, ...]:
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         return tuple(name for name in BF16_UNITS if capabilities.get(name))
-    # torch before `get_capabilities` knows those of x86 only; AMX tiles without bfloat16 products do not exist.
-    known = (
-        ("amx_bf16", torch.cpu._is_amx_tile_supported()),
-        ("avx512_bf16", torch.cpu._is_avx512_bf16_supported()),
-    )
-    return tuple(name for name, has_it in known if has_it)
+    # Older releases of torch know those of x86 only; every CPU with AMX tiles multiplies bfloat16 in them.
+    known = {
+        "amx_bf16": torch.cpu._is_amx_tile_supported(),
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+    }
+    return tuple(name for name, is_there in known.items() if is_there)
 
 
 def resolve_dtype(name: str | torch.dtype, device: str = "cpu") -> torch.dtype:
