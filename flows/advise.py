@@ -16,6 +16,7 @@ from flows.runtime.deployments import AdviseOptions
 from flows.runtime.entry import run_flow
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting import tables
+from tasks.storage.pointers import root_of
 
 
 @run_flow("advise")
@@ -56,7 +57,7 @@ def advise(config: RunConfig, options: AdviseOptions) -> dict[str, object]:
     ]
     tables.print_table(f"{config.deployment}: predicted, {basis}", rows)
     text = tables.markdown_table(["", f"predicted, {basis}"], [list(row) for row in rows])
-    artifacts.page("advice", config.deployment, text, steps.root_of(config), "predicted costs")
+    artifacts.page("advice", config.deployment, text, root_of(config), "predicted costs")
     figures = {f.strategy: {"tokens_per_second": f.tokens_per_second, **f.metrics} for f in forecasts}
     return {
         "strategies": figures,

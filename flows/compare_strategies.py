@@ -14,7 +14,7 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import CompareOptions
 from flows.runtime.entry import run_flow
-from tasks import compare
+from tasks import compare, train
 
 
 @run_flow("compare-strategies")
@@ -44,8 +44,14 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
         for strategy in options.strategies:
             own = replace(seeded, batching=replace(config.batching, strategy=strategy))
             label = f"{strategy} seed {seed}"
-            trained = steps.train_run(
-                own, options, target, dataset, profile, plans[strategy], label=f"train {label}"
+            trained = train.train_run(
+                own,
+                target,
+                dataset,
+                profile,
+                plans[strategy],
+                refresh="train" in options.refresh,
+                label=f"train {label}",
             )
             drafter = Path(trained["run_dir"]) / "drafter"
             evaluated = steps.evaluate(own, options, target, dataset, drafter, label=f"evaluate {label}")
@@ -60,4 +66,4 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
                     initial=compare.read_initial_loss(Path(trained["run_dir"])),
                 )
             )
-    return steps.write_comparison(config, dataset, edges, results)
+    return compare.report_comparison(config, dataset, edges, results)

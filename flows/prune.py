@@ -10,17 +10,17 @@ if __name__ == "__main__":
 from prefect import get_run_logger
 
 from dflash_core.config import RunConfig
-from flows import steps
 from flows.runtime.deployments import PruneOptions
 from flows.runtime.entry import run_flow
 from tasks import prune as pruning
 from tasks.reporting import mlflow_client, tables
+from tasks.storage.pointers import root_of
 
 
 @run_flow("prune")
 def prune(config: RunConfig, options: PruneOptions) -> dict[str, object]:
     """Return the removable or removed directories and their size in bytes."""
-    root = steps.root_of(config)
+    root = root_of(config)
     protected = mlflow_client.registered_run_directories(config) if options.keep_runs is not None else set()
     removable = pruning.find_removable(root, keep_runs=options.keep_runs, protected_runs=protected)
     names = [str(item.path.relative_to(root)) for item in removable]

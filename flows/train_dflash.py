@@ -13,6 +13,7 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import FlowOptions
 from flows.runtime.entry import run_flow
+from tasks import report, train
 
 
 @run_flow("train-dflash")
@@ -25,6 +26,8 @@ def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
     plans = steps.make_plans(config, options, dataset, edges)
-    trained = steps.train_run(config, options, target, dataset, profile, plans[config.batching.strategy])
+    trained = train.train_run(
+        config, target, dataset, profile, plans[config.batching.strategy], refresh="train" in options.refresh
+    )
     evaluated = steps.evaluate(config, options, target, dataset, Path(trained["run_dir"]) / "drafter")
-    return steps.write_report(config, dataset, profile, edges, plans, trained, evaluated)
+    return report.report_run(config, dataset, profile, edges, plans, trained, evaluated)

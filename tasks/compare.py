@@ -17,15 +17,15 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core import run_statistics
-from dflash_core.config import RunConfig, from_dict
+from dflash_core.config import RunConfig
 from dflash_core.files import content_digest, write_json
 from dflash_core.run_statistics import RunMetrics
 from tasks import report
-from tasks.plans import Lengths
+from tasks.plans import Lengths, lengths_of, load_plan
 from tasks.reporting import mlflow_client, tables
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
-from tasks.storage.pointers import PlanPointer, TrainedRun
+from tasks.storage.pointers import Dataset, EdgesPointer, PlanPointer, TrainedRun
 from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 # Column of the report: figure.
@@ -108,6 +108,23 @@ def read_metrics(result: Result, plans: Sequence[Any], lengths: Lengths) -> RunM
     return run_statistics.read_run(result.strategy, result.seed, lines, shares, epochs)
 
 
+def report_comparison(
+    config: RunConfig, dataset: Dataset, edges: EdgesPointer, results: list[Result]
+) -> dict[str, Any]:
+    """Write the comparison's report; print its tables and the recommendation."""
+    lengths, epochs = lengths_of(config, dataset.shards), config.training.epochs
+    metrics = [
+        read_metrics(result, [load_plan(config, plan) for plan in result.plans[:epochs]], lengths)
+        for result in results
+    ]
+    comparison = write_comparison(config, results, metrics, edges["edges"])
+    for title, columns in (("throughput and batches", SHOWN), ("training", TRAINED)):
+        tables.print_wide_table(f"{config.deployment}: {title}", *table(comparison, columns))
+    rows = [("", comparison["recommendation"]), ("report", f"{comparison['directory']}/report.md")]
+    tables.print_table("recommendation", rows)
+    return comparison
+
+
 @task(
     name="compare",
     task_run_name="comparison",
@@ -117,29 +134,28 @@ def read_metrics(result: Result, plans: Sequence[Any], lengths: Lengths) -> RunM
     **RETRY_IO,
 )
 def write_comparison(
-    config: dict[str, Any], results: list[Result], metrics: list[RunMetrics], edges: list[int]
+    config: RunConfig, results: list[Result], metrics: list[RunMetrics], edges: list[int]
 ) -> dict[str, Any]:
     """Write comparison-<key>/report.json, report.md and plots, and link `latest` to them."""
-    settings: RunConfig = from_dict(RunConfig, config)
     comparison = summarise(results, metrics) | {
-        "deployment": settings.deployment,
+        "deployment": config.deployment,
         "edges": edges,
         "anchors_equal": anchors_equal(results),
         "runs": {f"{r.strategy} seed {r.seed}": r.trained["mlflow_run_id"] for r in results},
     }
     key = content_digest(sorted(r.trained["key"] for r in results))
-    directory = Path(settings.storage_root).resolve() / settings.deployment / f"comparison-{key[:12]}"
+    directory = Path(config.storage_root).resolve() / config.deployment / f"comparison-{key[:12]}"
     (directory / "plots").mkdir(parents=True, exist_ok=True)
     draw(comparison, metrics, directory / "plots")
     text = to_markdown(comparison)
     (directory / "report.md").write_text(text, encoding="utf-8")
     write_json(directory / "report.json", comparison)
     runs.point_latest(directory)
-    artifacts.page("report", settings.deployment, text, directory, comparison["recommendation"])
+    artifacts.page("report", config.deployment, text, directory, comparison["recommendation"])
     recorded = {(m.strategy, m.seed): m for m in metrics}
     for result in results:
         mlflow_client.log_summary(
-            settings,
+            config,
             result.trained["mlflow_run_id"],
             metrics=run_metrics(
                 comparison["strategies"][result.strategy],

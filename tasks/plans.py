@@ -8,13 +8,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import BatchingConfig, RunConfig, to_dict
+from tasks.storage.pointers import PlanPointer, root_of
 from tasks.storage.stages import stage
+
+if TYPE_CHECKING:
+    from dflash_core.batching.plan import BatchPlan
 
 # epochs planned for strategies that are only compared: the least that shows repeated pairs
 COMPARED_EPOCHS = 2
@@ -106,3 +110,15 @@ def build_epoch(
     )
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return {"plan_digest": plan.digest, "epoch": epoch, "strategy": config.strategy, "metrics": metrics}
+
+
+def load_plan(config: RunConfig, pointer: PlanPointer) -> BatchPlan:
+    """Read the plan of a pointer."""
+    from dflash_core.batching import storage
+
+    return storage.load_plan(plan_file(config, pointer))
+
+
+def plan_file(config: RunConfig, pointer: PlanPointer) -> Path:
+    """Return the Parquet file of a pointer's plan."""
+    return root_of(config) / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet"

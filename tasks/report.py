@@ -16,9 +16,17 @@ from dflash_core.config import RunConfig
 from dflash_core.files import content_digest, write_json
 from tasks.reporting import mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
-from tasks.reporting.report_tables import PLAN_FIGURES, to_markdown
-from tasks.reporting.tables import show
-from tasks.storage.pointers import EdgesPointer, EvaluationPointer, TrainedRun
+from tasks.reporting.report_tables import PLAN_FIGURES, summary_rows, to_markdown
+from tasks.reporting.tables import print_table, show
+from tasks.storage.pointers import (
+    Dataset,
+    EdgesPointer,
+    EvaluationPointer,
+    PlanPointer,
+    ProfilePointer,
+    TrainedRun,
+    root_of,
+)
 from tasks.storage.run_directory import read_metrics
 from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
@@ -138,6 +146,30 @@ def add_serve_check(run_dir: Path, result: Mapping[str, Any]) -> None:
         report = json.loads(path.read_text(encoding="utf-8")) | {"serve_check": dict(result)}
         (run_dir / "report.md").write_text(to_markdown(report), encoding="utf-8")
         write_json(path, report)
+
+
+def report_run(
+    config: RunConfig,
+    dataset: Dataset,
+    profile: ProfilePointer,
+    edges: EdgesPointer,
+    plans: dict[str, list[PlanPointer]],
+    trained: TrainedRun,
+    evaluated: EvaluationPointer,
+) -> dict[str, Any]:
+    """Write report.json, report.md and plots into the run's directory, and print a table."""
+    report = write_report(
+        config,
+        dataset=dataset_figures(profile["stats"], dataset.pointers, num_repeats=dataset.num_repeats),
+        edges=edges,
+        plans=plans,
+        trained=trained,
+        evaluated=evaluated,
+        edges_directory=str(root_of(config) / edges["path"]),
+    )
+    title = f"{config.deployment}, run {Path(trained['run_dir']).name} ({trained['status']})"
+    print_table(title, [*summary_rows(report), ("report", f"{trained['run_dir']}/report.md")])
+    return report
 
 
 @task(

@@ -26,12 +26,21 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
-from tasks.report import read_metrics
+from tasks.plans import plan_file
+from tasks.report import dataset_figures
 from tasks.reporting import mlflow_client
 from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
-from tasks.storage.pointers import TrainedRun
+from tasks.storage.input_files import data_name
+from tasks.storage.pointers import (
+    Dataset,
+    PlanPointer,
+    ProfilePointer,
+    TargetPointer,
+    TrainedRun,
+    target_directory,
+)
 from tasks.storage.run_directory import RunDirectory
 
 # Seconds between updates of the progress artifact.
@@ -41,6 +50,37 @@ PROGRESS_SECONDS = 15.0
 def _can_resume(_task: Any, _task_run: Any, state: Any) -> bool:
     """Return whether another try can resume the run: after the death of a rank or machine, or a stall."""
     return getattr(state.data, "again", False)
+
+
+def train_run(
+    config: RunConfig,
+    target: TargetPointer,
+    dataset: Dataset,
+    profile: ProfilePointer,
+    epochs: Sequence[PlanPointer],
+    *,
+    refresh: bool,
+    label: str | None = None,
+) -> TrainedRun:
+    """Train to the end, resume, or skip a finished run; `epochs` holds one plan per epoch."""
+    used = epochs[: config.training.epochs]
+    num_steps = sum(int(plan["metrics"]["num_steps"]) for plan in used)
+    inputs = {
+        "shards": dataset.shards,
+        "plans": [str(plan_file(config, plan)) for plan in used],
+        "target": str(target_directory(config, target)),
+        "dataset_digest": dataset.digest,
+        "plan_digests": [plan["plan_digest"] for plan in used],
+        "target_fingerprint": target["fingerprint"],
+        "total_steps": min(num_steps, config.training.max_steps or num_steps),
+        "dataset": {
+            "name": data_name(config.data.files),
+            "files": sorted(shard["source"] for shard in dataset.pointers),
+            "profile": dataset_figures(profile["stats"], dataset.pointers, num_repeats=dataset.num_repeats),
+        },
+    }
+    label = label or f"train {config.batching.strategy}"
+    return train(config, inputs, label=label, refresh=refresh, after=[target, *used])
 
 
 @task(
@@ -122,7 +162,7 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
         progress.update(lines[-1]["step"])
 
     try:
-        tracker.catch_up(read_metrics(run.path))
+        tracker.catch_up(runs.read_metrics(run.path))
         summary = launch(run.path, config, on_metrics)
         write_json(run.path / "finished.json", {"finished": int(time.time()), "summary": summary})
         status = "FINISHED"

@@ -7,7 +7,7 @@ group does not reach it; torchrun forwards TERM. If this process is killed, the 
 and torchrun's end sends TERM to the ranks.
 
 Run as a module, this file is torchrun with that parent-death signal: `python -m dflash_core.launch.launcher
---standalone --nproc-per-node 2 -m dflash_core.training run.json`.
+--standalone --nproc-per-node 2 -m dflash_core.training.rank run.json`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dflash_core.launch.metrics_forwarder import MetricsForwarder, OnMetrics
 from dflash_core.launch.rank_status import START_PHASES, explain, read_errors, read_records
 from dflash_core.launch.stop_signal import end_with_parent
 
+RANK_MODULE = "dflash_core.training.rank"
 TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
 TORCHRUN_SECONDS = 3.0  # from then until torchrun is killed
 POLL_SECONDS = 0.25
@@ -67,7 +68,7 @@ def torchrun_arguments(
         rendezvous += ["--rdzv-id", run_json.parent.name]
         if node_rank is not None:
             rendezvous += ["--node-rank", str(node_rank)]
-    return [*rendezvous, *ranks, "-m", "dflash_core.training", str(run_json)]
+    return [*rendezvous, *ranks, "-m", RANK_MODULE, str(run_json)]
 
 
 def node_commands(training: TrainingConfig, run_json: Path) -> list[str]:
@@ -233,7 +234,7 @@ def _local_processes(records: list[dict[str, Any]]) -> list[psutil.Process]:
         if record["host"] == socket.gethostname():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(record["pid"])
-                if process.create_time() <= record["started"] and "dflash_core.training" in process.cmdline():
+                if process.create_time() <= record["started"] and RANK_MODULE in process.cmdline():
                     processes.append(process)
     return processes
 

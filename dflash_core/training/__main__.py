@@ -1,13 +1,6 @@
-"""`torchrun ... -m dflash_core.training run.json`: one rank of a training run, see `rank.py`."""
+"""`python -m dflash_core.training run.json` is `python -m dflash_core.training.rank run.json`."""
 
-import sys
-from pathlib import Path
-
-from dflash_core.launch.stop_signal import StopSignal, end_with_parent
+import runpy
 
 if __name__ == "__main__":
-    stop = StopSignal()  # before the imports of a rank, which take seconds
-    end_with_parent()
-    from dflash_core.training.rank import run_and_exit
-
-    run_and_exit(Path(sys.argv[1]), stop)
+    runpy.run_module("dflash_core.training.rank", run_name="__main__", alter_sys=True)

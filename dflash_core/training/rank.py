@@ -2,12 +2,22 @@
 
 Every rank runs the same code and derives its role from the layout. Rank 0 alone chooses the checkpoint and
 the compute dtypes and broadcasts both, so that ranks cannot differ in them.
+
+torchrun starts it as `python -m dflash_core.training.rank run.json`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+
+from dflash_core.launch.stop_signal import StopSignal, end_with_parent
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: a stop that arrives meanwhile counts.
+    stop_signal = StopSignal()
+    end_with_parent()
+
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +49,6 @@ from dflash_core.errors import RunFailed, Stopped, UserError
 from dflash_core.launch.layout import make_layout, role_of
 from dflash_core.launch.process_groups import World, rank_of_process, set_up, tear_down
 from dflash_core.launch.rank_status import RankRecord, reporting
-from dflash_core.launch.stop_signal import StopSignal
 from dflash_core.microbatch import FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings
 from dflash_core.target.capture import Capture
@@ -343,3 +352,7 @@ def _microbatch_maker(run: RunSpec, schedule: Schedule, groups: Groups) -> MakeM
         )
 
     return make
+
+
+if __name__ == "__main__":
+    run_and_exit(Path(sys.argv[1]), stop_signal)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -185,20 +184,6 @@ def merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
-
-
-def data_name(files: Sequence[str]) -> str:
-    """Return a word for the data in names of runs.
-
-    `chats` for `data/chats/*.jsonl`, `chats-and-2-more` for three names, `stdlib` for none.
-    """
-    if not files:
-        return "stdlib"
-    path = Path(files[0])
-    while any(character in path.name for character in "*?["):
-        path = path.parent
-    name = path.name.split(".")[0] or "data"
-    return name if len(files) == 1 else f"{name}-and-{len(files) - 1}-more"
 
 
 def _sections(parameters: dict[str, Any]) -> dict[str, Any]:

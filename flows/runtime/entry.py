@@ -28,7 +28,7 @@ from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
 from flows.runtime.task_runners import task_runner
 from tasks.reporting.mlflow_run import close_runs_of_flow
-from tasks.storage.input_files import check_files
+from tasks.storage.input_files import check_files, data_name
 
 Settings = tuple[RunConfig, FlowOptions]
 _resolved: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("resolved_settings", default=None)
@@ -146,4 +146,4 @@ def _flow_run_name(name: str) -> str:
         return str(given.get("deployment") or runtime.deployment.name or "default")
     compared = getattr(options, "strategies", None)
     strategy = f"{len(compared)}-strategies" if compared else config.batching.strategy
-    return f"{config.deployment}-{strategy}-{deployments.data_name(config.data.files)}"
+    return f"{config.deployment}-{strategy}-{data_name(config.data.files)}"

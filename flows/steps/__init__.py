@@ -4,18 +4,15 @@ from flows.steps.batches import (
     cost_model,
     edges,
     forecast,
-    load_plan,
     make_plans,
     predict_seconds,
     show_plans,
 )
-from flows.steps.common import Dataset, check_options, root_of, target_directory
+from flows.steps.common import check_options
 from flows.steps.data import check_drafter, ingest_all, open_store, prepare_target, profile, regenerate_all
 from flows.steps.evaluation import check_serving, drafter_and_prompts, evaluate
-from flows.steps.training import train_run, write_comparison, write_report
 
 __all__ = [
-    "Dataset",
     "check_drafter",
     "check_options",
     "check_serving",
@@ -25,17 +22,11 @@ __all__ = [
     "evaluate",
     "forecast",
     "ingest_all",
-    "load_plan",
     "make_plans",
     "open_store",
     "predict_seconds",
     "prepare_target",
     "profile",
     "regenerate_all",
-    "root_of",
     "show_plans",
-    "target_directory",
-    "train_run",
-    "write_comparison",
-    "write_report",
 ]

@@ -10,15 +10,21 @@ from dflash_core.batching.cost import CostModel, predict
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import RunConfig, check_budget
 from flows.runtime.deployments import FlowOptions
-from flows.steps.common import Dataset, root_of, target_directory
 from tasks import advice, buckets, length_profile, plans, report
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting import report_tables, tables
-from tasks.storage.pointers import EdgesPointer, PlanPointer, ProfilePointer, TargetPointer
+from tasks.storage.pointers import (
+    Dataset,
+    EdgesPointer,
+    PlanPointer,
+    ProfilePointer,
+    TargetPointer,
+    root_of,
+    target_directory,
+)
 
 if TYPE_CHECKING:
     from dflash_core.batching.advice import Forecast
-    from dflash_core.batching.plan import BatchPlan
 
 
 def edges(config: RunConfig, options: FlowOptions, profile_pointer: ProfilePointer) -> EdgesPointer:
@@ -130,13 +136,6 @@ def show_plans(
     tables.print_table(f"{config.deployment}: data and plans", rows)
 
 
-def load_plan(config: RunConfig, pointer: PlanPointer) -> BatchPlan:
-    """Read the plan of a pointer."""
-    from dflash_core.batching import storage
-
-    return storage.load_plan(root_of(config) / pointer["path"] / f"epoch-{pointer['epoch']:03d}.parquet")
-
-
 def cost_model(
     config: RunConfig,
     options: FlowOptions,
@@ -174,7 +173,7 @@ def predict_seconds(config: RunConfig, epochs: Sequence[PlanPointer], model: Cos
     """
     if config.target.cache != "none" or config.training.max_steps is not None:
         return None
-    used = [load_plan(config, pointer) for pointer in epochs[: config.training.epochs]]
+    used = [plans.load_plan(config, pointer) for pointer in epochs[: config.training.epochs]]
     return sum(predict(plan.work, model).seconds for plan in used)
 
 

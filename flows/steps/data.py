@@ -12,12 +12,20 @@ from dflash_core.config import RunConfig, to_dict
 from dflash_core.drafter.compatibility import check_compatible
 from dflash_core.errors import UserError
 from flows.runtime.deployments import FlowOptions
-from flows.steps.common import Dataset, root_of, sample_tables, target_directory
+from flows.steps.common import sample_tables
 from tasks import ingest, length_profile, regenerate, report, target
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting import report_tables
 from tasks.storage.file_digests import FileDigests
-from tasks.storage.pointers import ProfilePointer, RegeneratedPointer, ShardPointer, TargetPointer
+from tasks.storage.pointers import (
+    Dataset,
+    ProfilePointer,
+    RegeneratedPointer,
+    ShardPointer,
+    TargetPointer,
+    root_of,
+    target_directory,
+)
 
 if TYPE_CHECKING:
     from dflash_core.data.store import TokenStore

@@ -9,13 +9,13 @@ from dflash_core.config import RunConfig, to_dict
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE, drafter_directory
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
-from flows.steps.common import Dataset, check_options, root_of, target_directory
+from flows.steps.common import check_options
 from flows.steps.data import ingest_all, prepare_target
 from tasks import evaluate as evaluation
 from tasks import serve_check
 from tasks.storage import run_directory as runs
 from tasks.storage.file_digests import FileDigests
-from tasks.storage.pointers import EvaluationPointer, TargetPointer
+from tasks.storage.pointers import Dataset, EvaluationPointer, TargetPointer, root_of, target_directory
 
 
 def drafter_and_prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dflash_core.config import RunConfig
@@ -59,3 +59,17 @@ def check_files(config: RunConfig) -> None:
         raise UserError(
             f"training.init_from: {init_from!r} does not exist; allowed: an exported drafter or a run"
         )
+
+
+def data_name(files: Sequence[str]) -> str:
+    """Return a word for the data in names of runs.
+
+    `chats` for `data/chats/*.jsonl`, `chats-and-2-more` for three names, `stdlib` for none.
+    """
+    if not files:
+        return "stdlib"
+    path = Path(files[0])
+    while any(character in path.name for character in "*?["):
+        path = path.parent
+    name = path.name.split(".")[0] or "data"
+    return name if len(files) == 1 else f"{name}-and-{len(files) - 1}-more"

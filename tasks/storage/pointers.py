@@ -1,4 +1,4 @@
-"""What the pointer of each stage holds: the JSON that flows pass from task to task instead of data.
+"""Contents of each stage's pointer: the JSON that flows pass from task to task instead of data.
 
 Pointers are typed dictionaries, not dataclasses, for two reasons: Prefect draws the graph from the identity
 of the object that one task returned and another received, and the pointers of earlier runs, in pointer.json
@@ -7,7 +7,11 @@ and in Prefect's results, are plain JSON.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
+
+from dflash_core.config import RunConfig
 
 
 class Pointer(TypedDict):
@@ -111,3 +115,29 @@ class TrainedRun(TypedDict):
     summary: dict[str, Any]
     mlflow_run_id: str
     experiment_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The ingested samples: shards with their pointers, and the split."""
+
+    # Absolute directories of the shards that hold samples, in the order of the files.
+    shards: list[str]
+    # One pointer per file, also of files without samples.
+    pointers: list[ShardPointer]
+    # Digest of the token store: the shards in order, and the split.
+    digest: str
+    # A sample belongs to validation when its key is below this.
+    validation_bound: int
+    # Number of samples that repeat another one, of any file, token by token.
+    num_repeats: int
+
+
+def root_of(config: RunConfig) -> Path:
+    """Return the storage root as an absolute path."""
+    return Path(config.storage_root).expanduser().resolve()
+
+
+def target_directory(config: RunConfig, pointer: TargetPointer) -> Path:
+    """Return the directory of the materialised target."""
+    return root_of(config) / pointer["path"] / "model"

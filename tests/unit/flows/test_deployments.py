@@ -102,17 +102,3 @@ def test_every_deployment_of_the_project_resolves() -> None:
     assert num_resolved == len(document["deployments"])
     pools = {entry["work_pool"]["name"] for entry in document["deployments"]}
     assert pools == {"dflash-train", "dflash-data"}
-
-
-@pytest.mark.parametrize(
-    "files, name",
-    [
-        ([], "stdlib"),
-        (["chats/a.jsonl.zst"], "a"),
-        (["data/chats/*.jsonl"], "chats"),
-        (["data/chats/**/*.jsonl", "b.jsonl", "c"], "chats-and-2-more"),
-        (["*.jsonl"], "data"),
-    ],
-)
-def test_data_name(files: list[str], name: str) -> None:
-    assert deployments.data_name(files) == name

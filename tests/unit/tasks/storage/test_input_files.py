@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_core.errors import UserError
-from tasks.storage.input_files import find_files
+from tasks.storage.input_files import data_name, find_files
 
 
 @pytest.fixture
@@ -46,3 +46,17 @@ def test_a_name_without_files_is_rejected(chats: Path, pattern: str) -> None:
         (chats / ".cache" / "e.json").unlink()
     with pytest.raises(UserError, match="data.files: .* has no file; allowed"):
         find_files([str(chats / pattern)])
+
+
+@pytest.mark.parametrize(
+    "files, name",
+    [
+        ([], "stdlib"),
+        (["chats/a.jsonl.zst"], "a"),
+        (["data/chats/*.jsonl"], "chats"),
+        (["data/chats/**/*.jsonl", "b.jsonl", "c"], "chats-and-2-more"),
+        (["*.jsonl"], "data"),
+    ],
+)
+def test_data_name(files: list[str], name: str) -> None:
+    assert data_name(files) == name
