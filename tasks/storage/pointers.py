@@ -1,4 +1,4 @@
-"""What the pointer of each stage holds: the JSON that flows pass from task to task instead of data.
+"""Contents of the pointer of each stage, the JSON that flows pass from task to task instead of data.
 
 Pointers are typed dictionaries, not dataclasses, for two reasons: Prefect draws the graph from the identity
 of the object that one task returned and another received, and the pointers of earlier runs, in pointer.json
@@ -100,7 +100,7 @@ class EvaluationPointer(Pointer):
 
 
 class TrainedRun(TypedDict):
-    """Result of the task `train`, which is no stage: its outputs are in a run directory."""
+    """Result of the task `train`, which is not a stage: its outputs are in a run directory."""
 
     # "trained", "resumed" or "skipped".
     status: str
