@@ -4,7 +4,7 @@
     python -m benchmarks.kernels_aot --grid    # head sizes, dtypes, block sizes, sliding window too
     python -m benchmarks.kernels_aot --grid --chips 90 120    # in parts
 
-A successful compilation proves little: Triton builds kernels that ask for more shared memory than the chip
+A successful compilation proves little: Triton builds kernels that need more shared memory than the chip
 has, and ptxas spills registers without a warning. So each kernel's shared memory is compared with the
 chip's limit per block, and the bytes spilled to the stack are read from the binary with the `cuobjdump`
 that Triton ships.
@@ -103,7 +103,7 @@ def default_jobs() -> list[Job]:
 
 
 def grid_jobs() -> list[Job]:
-    """Return every variant that a run can ask for, each at least once on each chip."""
+    """Return every variant that a run can use, each at least once on each chip."""
     jobs = default_jobs()
     shapes: list[dict[str, Any]] = [
         {"head_dim": 64, "groups": 3, "heads_per_group": 3, "block_size": 8},

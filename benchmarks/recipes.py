@@ -1,9 +1,9 @@
 """Effect of changes to the training recipe: variations of one run, trained on the same captured states.
 
     python -m flows.train_dflash quickstart                                  # once: data, plans and run.json
-    python -m benchmarks.recipes runs/quickstart/latest                      # every variation python -m
-    benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300 python -m benchmarks.recipes
-    runs/quickstart/latest decay "block of 8 + 8 anchors"        # both changes at once
+    python -m benchmarks.recipes runs/quickstart/latest                      # every variation
+    python -m benchmarks.recipes runs/quickstart/latest decay dpace --seeds 2 --steps 300
+    python -m benchmarks.recipes runs/quickstart/latest decay "block of 8 + 8 anchors"  # both changes at once
 
 Each variation takes the run's own steps: the same samples, anchors, labels and learning rates, with initial
 weights and anchors of the seed. It is measured on the run's validation samples with every eligible position

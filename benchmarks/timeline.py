@@ -1,8 +1,8 @@
 """Simulated timeline of a run: a plan's real assignments with a given duration per piece of work.
 
 It follows `transfer.py` and `loop.py`: a target captures in order and has at most `max_inflight` microbatches
-sent and not yet received, a drafter posts as many receives and trains in order, and all drafters meet at the
-end of a step.
+sent and not yet received, a drafter posts as many receives and trains in order, and all drafters wait for
+each other at the end of a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Best split into target and drafter ranks: the simulated timeline of a real plan on 8, 64 and 512 GPUs.
 
-    python -m benchmarks.topology_sim             # tables for an 8B target; constants of
-    dflash_core.batching.cost python -m benchmarks.topology_sim --check     # first compares 1 to 4 processes
-    with artificial delays
+    python -m benchmarks.topology_sim             # tables for an 8B target, by the cost model
+    python -m benchmarks.topology_sim --check     # first compares 1 to 4 processes with artificial delays
 
 Claims: (1) throughput against the number of target ranks, and the best split, follow from the plan and the
 seconds of a microbatch; (2) so does the bandwidth between ranks below which transfers are the bottleneck; (3)

@@ -14,7 +14,7 @@ CURVE_BUCKETS = 64  # efficiency is shown for every number of buckets up to this
 
 
 def edges_inputs(profile: dict[str, Any], batching: BatchingConfig) -> dict[str, Any]:
-    """Return the inputs of the stage, by content: new data with equal lengths is no change."""
+    """Return the inputs of the stage, by content: new data with equal lengths changes nothing."""
     return {
         "histogram_digest": profile["histogram_digest"],
         "token_budget": batching.token_budget,

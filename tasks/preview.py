@@ -49,7 +49,7 @@ def render_sample(store: Any, row: int, tokenizer: Any, config: RunConfig, *, ma
     )
     is_anchor = np.zeros(len(token_ids), dtype=bool)
     is_anchor[anchors] = True
-    # The position makes the styles of neighbouring anchors differ, so that each is a piece of its own.
+    # The position makes the styles of neighbouring anchors differ, so that each is a separate piece.
     styles = [
         f"{'green' if supervised else 'dim'}{f' underline {i}' if anchor else ''}"
         for i, (supervised, anchor) in enumerate(zip(loss_mask, is_anchor))

@@ -1,7 +1,7 @@
 """Predicted seconds of a plan, from a few constants of the machine.
 
-Cost of a microbatch in the frozen target: its slots, its attention pairs, its real tokens (labels of the
-target meet the vocabulary; captured states are copied) and a constant. In the drafter: its real tokens
+Cost of a microbatch in the frozen target: its slots, its attention pairs, its real tokens (logits where the
+target gives the labels, and copies of captured states) and a constant. In the drafter: its real tokens
 (context projections), its draft slots (layers and vocabulary), the pairs of draft slot and context position,
 and a constant. The constants come from measured microbatches (`CostModel.fit`) or from floating-point
 operations (`CostModel.from_shapes`).

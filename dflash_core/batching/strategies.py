@@ -28,7 +28,7 @@ class Strategy:
     is_packed: bool = False
     # composition differs between epochs; False: only the order of microbatches does, and that order is random
     redraws: bool = True
-    # fields of `BatchingConfig` that decide its plans, besides those that decide every plan
+    # fields of `BatchingConfig` that decide its plans, in addition to those that decide every plan
     settings: tuple[str, ...] = ()
 
     @property

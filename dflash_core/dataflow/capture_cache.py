@@ -136,7 +136,7 @@ def make_capture(
     cache_root: Path,
     fingerprint: str,
 ) -> tuple[Capture, str]:
-    """Return the capture that `target.cache` asks for, and a line about the cache ("" without one).
+    """Return the capture that `target.cache` selects, and a line about the cache ("" without one).
 
     A directory on disk is named by all that decides the states.
     """

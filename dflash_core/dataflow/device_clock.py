@@ -16,7 +16,7 @@ import torch
 
 
 class DeviceClock:
-    """Adds up seconds by kind until they are taken."""
+    """Sums of seconds by kind, until they are taken."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

@@ -1,12 +1,12 @@
 """First stage of the dataflow: from batch plans and token store to microbatches.
 
-The path of the data: `schedule` knows the samples of every microbatch and reads their tokens and anchors;
+The path of the data: `schedule` lists the samples of every microbatch, reads tokens and draws anchors;
 `assignment` gives each microbatch of a step to the rank that captures it and the rank that trains on it;
 `prefetch` builds a rank's microbatches ahead in a thread; `capture_cache` keeps captured states between
 epochs; `transfer` captures on the same rank, or sends and receives states; `device_clock` measures the work.
 
 Everything here is a function of the plans, the store, the seed and the epoch. There is no state to save: a
-run that resumes at step s asks for the microbatches from step s on.
+run that resumes at step s builds the microbatches from step s on.
 
 Shape letters: T packed tokens, A anchors, n samples of a microbatch.
 """

@@ -122,7 +122,7 @@ def evaluate(
     sampling: Sampling,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Evaluation:
-    """Decode all prompts both ways, alternating batch by batch, so that both meet the same machine load.
+    """Decode all prompts both ways, alternating batch by batch, so that both run under the same machine load.
 
     Args:
         progress: called after each batch with the prompts done, all prompts, and the acceptance length so

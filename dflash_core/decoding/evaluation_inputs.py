@@ -14,7 +14,7 @@ VALIDATION_SET = "validation"  # name of the prompt set that is taken from the v
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationInputs:
-    """Where an evaluation finds what it reads, and where it computes; none of it decides the result.
+    """Locations of the inputs of an evaluation, and its devices; none of them decides the result.
 
     Between tasks it travels as JSON types: `to_dict(inputs)` and `from_dict(EvaluationInputs, values)`.
     """

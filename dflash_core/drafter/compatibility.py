@@ -16,7 +16,7 @@ from dflash_core.target.captured_layers import captured_layers
 def check_compatible(target_directory: Path, drafter: DrafterConfig) -> None:
     """Check a drafter's settings against the `config.json` of its target.
 
-    A configuration that names its layers or its vocabulary differently passes: the ranks ask transformers.
+    A configuration that names its layers or its vocabulary differently passes here; the ranks check it again.
 
     Raises:
         UserError: layers that the target does not have, or a mask token that its embedding does not have.

@@ -274,7 +274,7 @@ class DFlashDrafter(nn.Module):
     """The trainable part of DFlash.
 
     Args:
-        shape: sizes, and what serving must know.
+        shape: sizes, and settings that serving needs.
         generator: of the initial weights (linear maps normal with deviation 0.02, norms 1); None: seed 0. The
             same seed gives the same weights on every device, since they are drawn on CPU.
     """

@@ -46,7 +46,7 @@ def block_attention(
     Differentiable in all five tensors.
 
     Args:
-        q_AKNH: queries, already normed and rotated (this function knows rows, not rotary positions).
+        q_AKNH: queries, already normed and rotated (this function sees rows, not rotary positions).
         k_ctx_TGH, v_ctx_TGH: keys and values of the packed context, samples concatenated; T may exceed the
             rows that any block sees.
         k_blk_AKGH, v_blk_AKGH: keys and values of the blocks' own slots. Query head n reads

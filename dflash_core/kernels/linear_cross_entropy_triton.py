@@ -145,7 +145,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 class _Workspace:
-    """Logits of a chunk, rows padded to 16 words: the compiler knows them aligned in either dtype."""
+    """Logits of a chunk, rows padded to 16 words, so that they are aligned in either dtype."""
 
     def __init__(self, hidden: Tensor, head: Tensor, rows: int):
         self.num_words = len(head)

@@ -1,9 +1,9 @@
 """Forwarding of `metrics.jsonl` to a callback while a run trains: every line in order, at least once.
 
-A callback that raises gets the same lines again later, with growing pauses: a tracking server that is away
-for a while loses nothing. `metrics.forwarded.json` records the accepted lines, so a step that is repeated
-after a resume is not sent twice; only lines accepted in the instant before a kill can be sent again, with
-equal step and time.
+A callback that raises gets the same lines again later, with growing pauses, so an outage of the tracking
+server loses nothing. `metrics.forwarded.json` records the accepted lines, so a step that is repeated after a
+resume is not sent twice; only lines accepted in the instant before a kill can be sent again, with equal step
+and time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OnMetrics = Callable[[list[dict[str, Any]]], None]
 
 
 class MetricsForwarder:
-    """Reads new lines of `<run_dir>/metrics.jsonl` in a thread and passes them to `on_metrics`."""
+    """A thread that reads new lines of `<run_dir>/metrics.jsonl` and passes them to `on_metrics`."""
 
     def __init__(self, run_dir: Path, on_metrics: OnMetrics) -> None:
         self.path, self.marker = run_dir / "metrics.jsonl", run_dir / "metrics.forwarded.json"

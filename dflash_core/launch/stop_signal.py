@@ -1,6 +1,6 @@
 """Stop requests to a rank: SIGTERM, noticed at once even while the main thread is blocked in a collective.
 
-A rank ends with its parent (Linux PR_SET_PDEATHSIG) and within `STOP_SECONDS` of SIGTERM: the loop looks at
+A rank ends with its parent (Linux PR_SET_PDEATHSIG) and within `STOP_SECONDS` of SIGTERM: the loop checks
 the signal between microbatches and saves a checkpoint; a rank that is still there after that time exits
 without one, and the last complete checkpoint stays valid.
 """

@@ -1,8 +1,8 @@
 """The loss of a position, by the name that `objective.loss` gives it.
 
 To add a loss: write one function of this signature, add one row to `LOSSES` and one name to
-`ObjectiveConfig.loss`. Weights, normalisation and metrics apply to every loss alike. A loss that reads the
-target's last hidden state also asks for it in `FeatureSpec.of` and `TargetCapture`, as "kl" does.
+`ObjectiveConfig.loss`. Weights, normalisation and metrics apply to every loss alike. For a loss that
+reads the target's last hidden state, extend the conditions on "kl" in `FeatureSpec.of` and `TargetCapture`.
 
 Shape letters: P supervised slots, D width, V vocabulary.
 """

@@ -1,6 +1,6 @@
-"""Weights of the positions of a block: what an early slot counts more than a late one.
+"""Weights of the positions of a block: early slots count more than late ones.
 
-Policy: a draft is used only as far as all slots before it are right, so early slots matter more. `decay` is
+Policy: a draft is used only if all slots before it are right, so early slots matter more. `decay` is
 fixed, `dpace` follows the drafter's own probabilities. Weights carry no gradient.
 
 Shape letters: A blocks, K block size, P supervised slots.

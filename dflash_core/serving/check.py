@@ -1,7 +1,7 @@
 """The verdict of the serve check: requirements on the engine's answers and our evaluator's. Needs no torch.
 
-`agreement.py` defines what has to hold for acceptance. Besides, wherever the engine's greedy output with the
-drafter differs from that without, the target's two best logits have to be a near tie, and the control (a
+`agreement.py` defines what has to hold for acceptance. In addition, wherever the engine's greedy output with
+the drafter differs from that without, the target's two best logits have to be a near tie, and the control (a
 drafter whose layer ids are one off) has to fail the comparison.
 """
 

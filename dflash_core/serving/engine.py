@@ -1,7 +1,7 @@
 """Runs of vLLM as a child process, in its own environment (`make serve-env`).
 
-Only JSON files pass between the two sides, see `vllm_engine.py`. An answer to the same request is used again,
-so a check that was stopped resumes where it was.
+Only JSON files pass between the two sides, see `vllm_engine.py`. The answer to an identical request is
+reused, so a check that was stopped resumes where it was.
 """
 
 from __future__ import annotations

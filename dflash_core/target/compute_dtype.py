@@ -37,7 +37,7 @@ def cpu_bf16_units() -> tuple[str, ...]:
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         return tuple(name for name in BF16_UNITS if capabilities.get(name))
-    # Older releases of torch know those of x86 only; every CPU with AMX tiles multiplies bfloat16 in them.
+    # Older releases of torch report those of x86 only; every CPU with AMX tiles multiplies bfloat16 in them.
     known = {
         "amx_bf16": torch.cpu._is_amx_tile_supported(),
         "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),

@@ -1,8 +1,8 @@
 """A target as a plain local directory: safetensors weights, configs, tokenizer with its chat template.
 
 Whatever name a run gives (the alias of a model shipped inside a Python package, a GGUF file, a directory, a
-hub name), later stages read one directory that needs no network, and know it by a digest of its contents. The
-directory appears complete or not at all.
+hub name), later stages read one directory that needs no network, and identify it by a digest of its contents.
+The directory appears complete or not at all.
 
 Weights from GGUF are dequantised and stored in bfloat16: half the size of float32, and a run in either dtype,
 and every serving engine, then computes with the very same weights.

@@ -27,7 +27,7 @@ from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
 from dflash_core.target.load import load_model
 
-# So few rows meet the head up to 4 times faster as head @ rows.T on a CPU.
+# For so few rows, head @ rows.T is up to 4 times faster than rows @ head.T on a CPU.
 MAX_TRANSPOSED_ROWS = 256
 
 
@@ -76,7 +76,7 @@ class Target:
             directory: safetensors weights and config.
             layer_ids: decoder layers to capture, ascending.
             device: where it computes; ignored with `device_map`.
-            compute_dtype: of weights and activations; "auto" asks `pick_compute_dtype`.
+            compute_dtype: of weights and activations; "auto": as `pick_compute_dtype` chooses.
             feature_dtype: captured states are rounded to it; "auto" is the compute dtype.
             trust_remote_code: whether code in the directory may run.
             device_map: passed to transformers, for targets larger than one device.

@@ -97,7 +97,7 @@ def work_of(microbatches: list[Microbatch], block_size: int) -> Work:
 
 
 class Meter:
-    """Times capture and training of single microbatches of a run's data, forward and backward.
+    """A stopwatch for capture and training of single microbatches of a run's data, forward and backward.
 
     Args:
         run: its target, shards and settings are used, not its plans.

@@ -4,7 +4,7 @@ A checkpoint is a directory `checkpoints/step-00000100` with the tensors in the 
 torch.distributed.checkpoint (so it loads at any number of ranks, replicated or sharded), `state.json` and,
 last, `manifest.json` with the size and digest of every file. A thread writes it as `step-00000100.tmp` from a
 copy taken between two steps, and gives it its name by one rename; training continues meanwhile. An incomplete
-checkpoint, or one that does not match its manifest, is skipped, and a line says so.
+checkpoint, or one that does not match its manifest, is skipped and reported in a line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's tensors for each weight, next to 
 
 
 class Checkpointer:
-    """Saves, finds, loads and prunes the checkpoints of one run directory.
+    """The checkpoints of one run directory: saving, finding, loading and pruning.
 
     Args:
         directory: `<run>/checkpoints`, on a file system that all ranks share.
@@ -179,7 +179,7 @@ class Checkpointer:
             shape = getattr(stored.get(name), "size", None)
             if shape != tensor.shape:
                 raise UserError(
-                    f"{path}: tensor {name} has shape {shape}, the drafter wants {tuple(tensor.shape)}"
+                    f"{path}: tensor {name} has shape {shape}, the drafter needs {tuple(tensor.shape)}"
                 )
         with _quietly():
             dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)

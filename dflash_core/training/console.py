@@ -15,7 +15,7 @@ RECENT_STEPS = 50  # their mean time predicts the remaining time
 
 
 class Console:
-    """Shows loss, speed and remaining time; without a terminal always for the first and the last step.
+    """Display of loss, speed and remaining time; without a terminal always for the first and the last step.
 
     Args:
         total_steps: of the run.

@@ -23,7 +23,7 @@ PHASE = "check the initial loss"
 
 
 class InitialLoss:
-    """Sums the loss of microbatches under a copy of the initial weights.
+    """The summed loss of microbatches under a copy of the initial weights.
 
     Args:
         drafter: with the weights that training starts from, before they are sharded.

@@ -255,14 +255,14 @@ class Trainer:
         """Receive this rank's validation microbatches with their states."""
         assignments = validation_assignments(self.world.layout, self.num_validation_groups)
         count = sum(a.drafter == self.world.rank for a in assignments)
-        kept: list[Delivery] = []
+        deliveries: list[Delivery] = []
         for number in range(1, count + 1):
             if self.world.is_leader:
                 self.console.show_activity(f"capturing validation samples, microbatch {number} of {count}")
             assignment, microbatch, features = next(self.deliveries)
-            kept.append((assignment, microbatch, features.to(torch.device("cpu"))))
+            deliveries.append((assignment, microbatch, features.to(torch.device("cpu"))))
         self.clock.take()  # the first step's seconds start here
-        return Validation(kept, self.loss_settings, self.decode, self.stop)
+        return Validation(deliveries, self.loss_settings, self.decode, self.stop)
 
     def _validate_when_due(self) -> None:
         """Validate at step 0, every `validate_every` steps and at the end, once each."""

@@ -1,4 +1,4 @@
-"""The two largest microbatches, run once before the first step, so that out of memory shows at once.
+"""The two largest microbatches, run once before the first step, so that a lack of memory shows at once.
 
 Peak memory of a drafter follows `max_draft_slots` and the longest context, that of a target its slots and
 attention, so the microbatch with most draft slots and the one with most attention pairs bound all others.
@@ -231,9 +231,8 @@ def out_of_memory_advice(run: RunSpec, fits: Limits | None = None) -> str:
         )
     advice = (
         f"out of memory: lower training.max_draft_slots (now {now.max_draft_slots}; peak memory of the "
-        f"drafter follows it, the result does not change), or batching.token_budget (now {now.token_budget}; "
-        "slots of the target's forward), or set training.parallel to fsdp2 (optimizer and master weights "
-        "sharded)"
+        f"drafter follows it, the result does not change) or batching.token_budget (now {now.token_budget}; "
+        "slots of the target's forward), or set training.parallel to fsdp2 (shards optimizer and weights)"
     )
     is_split = run.config.training.topology == "split"
     if is_split:

@@ -23,7 +23,7 @@ SPENT = ("capture", "train", "wait", "feed", "target_wait", "target_feed", "infl
 
 
 class MetricsFile:
-    """Appends to `metrics.jsonl`. Opening it removes the lines beyond the step from which the run resumes."""
+    """Writer of `metrics.jsonl`. Opening it removes the lines beyond the step from which the run resumes."""
 
     def __init__(self, path: Path, completed_steps: int) -> None:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []

@@ -107,7 +107,7 @@ def set_environment(storage_root: str) -> Path:
 
 
 class _OneMessage(logging.Filter):
-    """Keeps tracebacks and Prefect's repetitions of a failure off the console; `main` prints one message."""
+    """A filter for the console: no tracebacks, no repetitions of a failure; `main` prints one message."""
 
     HIDDEN_STARTS = ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
 

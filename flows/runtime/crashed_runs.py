@@ -2,7 +2,7 @@
 
     python -m flows.runtime.crashed_runs
 
-Prefect believes that such a run is still running, and the run keeps its slot in the work pool. `make worker`
+Prefect still counts such a run as running, and the run keeps its slot in the work pool. `make worker`
 runs this command before it starts the workers: runs of this machine without a process are marked Crashed and
 their MLflow runs are closed. Training resumes from its last checkpoint when the deployment is started again.
 

@@ -124,7 +124,7 @@ FLOWS = {
     "serve-check": FlowInfo("a trained drafter in vLLM, compared with our evaluator", ServeCheckOptions),
     "advise": FlowInfo("predict the cost of each batching strategy on this data", AdviseOptions),
     "preview-data": FlowInfo("show samples as the drafter sees them: text, mask, anchors", PreviewOptions),
-    "prune": FlowInfo("list, then remove, stored outputs that nothing refers to", PruneOptions),
+    "prune": FlowInfo("list stored outputs that nothing refers to; remove them on request", PruneOptions),
 }
 
 
@@ -188,10 +188,10 @@ def merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _sections(parameters: dict[str, Any]) -> dict[str, Any]:
     """Drop sections that were left out (None) and read `data: [files]` as `data: {files: [files]}`."""
-    kept = {name: value for name, value in parameters.items() if value is not None}
-    if isinstance(kept.get("data"), list | tuple):
-        kept["data"] = {"files": list(kept["data"])}
-    return kept
+    sections = {name: value for name, value in parameters.items() if value is not None}
+    if isinstance(sections.get("data"), list | tuple):
+        sections["data"] = {"files": list(sections["data"])}
+    return sections
 
 
 def resolve(

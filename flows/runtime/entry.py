@@ -4,7 +4,7 @@ The flow's parameters are the sections of `RunConfig`, each a partial mapping, f
 types are derived from the dataclasses, so Prefect's schema check and its forms know every field. Everything
 else is checked when the settings are resolved, with one message that names the field. A process resolves the
 settings of a flow run once: the command line before it imports prefect (`run_resolved` hands the objects
-over), a worker's child process when Prefect asks for the name of the run.
+over), a worker's child process when Prefect needs the name of the run.
 """
 
 import contextvars

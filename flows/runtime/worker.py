@@ -1,4 +1,4 @@
-"""Serves every deployment of prefect.yaml from one terminal, without work pools and workers.
+"""Serve every deployment of prefect.yaml from one terminal, without work pools and workers.
 
     python -m flows.runtime.worker                                      # or: make serve
     PREFECT_API_URL=http://127.0.0.1:4200/api prefect deployment run train-dflash/quickstart

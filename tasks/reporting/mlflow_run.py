@@ -3,7 +3,7 @@
 Points are buffered and sent by `log_batch` every 50 steps or 15 seconds, which is 30 to 100 times faster than
 one call per metric. On resume each metric continues after its last recorded step, so no step has two points.
 
-A tracking server that is away never stops a training: points wait in memory. Above `MAX_WAITING` the oldest
+An outage of the tracking server never stops a training: points wait in memory. Above `MAX_WAITING` the oldest
 are dropped, counted and reported; metrics.jsonl has them all.
 
 While a run is open, a marker file names it and its process. The next training, or the flow's own state hook,
@@ -296,7 +296,7 @@ def close_marked(marker: Path, status: str) -> None:
     try:
         client = mlflow.MlflowClient(marked["uri"])
         client.set_terminated(marked["run_id"], status=marked.get("status") or status)
-    # A server that is away: the marker stays, and the next training tries again.
+    # The server is unreachable: the marker stays, and the next training tries again.
     except Exception as error:
         log.warning("MLflow run %s could not be closed: %s", marked["run_id"], error)
     else:

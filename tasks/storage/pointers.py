@@ -104,7 +104,7 @@ class EvaluationPointer(Pointer):
 
 
 class TrainedRun(TypedDict):
-    """Result of the task `train`, which is no stage: its outputs are in a run directory."""
+    """Result of the task `train`, which is not a stage: its outputs are in a run directory."""
 
     # "trained", "resumed" or "skipped".
     status: str

@@ -48,7 +48,7 @@ def drafter(target: Target) -> DFlashDrafter:
 
 
 class KnowingContext(DrafterContext):
-    """Drafts the first `right` tokens of each block from the known answers, and a wrong token after them."""
+    """A context that drafts the first `right` tokens of each block from the answers, then a wrong token."""
 
     answers: Sequence[Sequence[int]]
     right: int

@@ -11,7 +11,7 @@ import pytest
 
 
 class StageRecorder:
-    """Replaces the functions of all stages by ones that note their names.
+    """Stand-ins for the functions of all stages, which note their names.
 
     Training and evaluation do not run: small functions write the files that the real ones leave behind.
     """

@@ -121,7 +121,7 @@ def test_lengths_and_data_need_no_torch(package: str) -> None:
 
 
 def module_level_imports(path: Path) -> Iterator[str]:
-    """What a file imports when it is imported itself; imports inside functions are left out."""
+    """The imports at the top level of a file; those inside functions are left out."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -16,7 +16,7 @@ def test_accept_greedy_by_hand() -> None:
 
 
 def test_sampled_acceptance_keeps_the_targets_distribution() -> None:
-    """Three tokens of a five-word Markov chain; each emitted token is distributed as the chain says."""
+    """Three tokens of a five-word Markov chain; each emitted token has the distribution of the chain."""
     rng = np.random.default_rng(0)
     chain = torch.tensor(rng.dirichlet(np.full(5, 0.7), size=5))  # next word given the last
     draft = torch.tensor(rng.dirichlet(np.full(5, 0.7), size=2))  # slots drafted without knowing each other

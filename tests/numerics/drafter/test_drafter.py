@@ -100,8 +100,8 @@ def test_kept_slots_are_those_of_all(slots):
     """The last layer runs for the kept slots alone; they still attend to all the others."""
     case, drafter = make_case().double(), make_drafter().double()
     every = hidden_states(drafter, case)
-    kept = hidden_states(drafter, case, keep_P=torch.tensor(slots, dtype=torch.int64))
-    torch.testing.assert_close(kept, every.flatten(0, 1)[slots], rtol=1e-11, atol=1e-12)
+    selected = hidden_states(drafter, case, keep_P=torch.tensor(slots, dtype=torch.int64))
+    torch.testing.assert_close(selected, every.flatten(0, 1)[slots], rtol=1e-11, atol=1e-12)
 
 
 def test_runs_are_bit_equal():

@@ -95,8 +95,8 @@ def test_initial_weights_of_the_target(tmp_path: Path, target_dir: Path) -> None
     assert torch.equal(built["hidden_norm.weight"], layer["input_layernorm.weight"])
     width = target.width_D
     assert torch.equal(built["fc.weight"], torch.cat([torch.zeros(width, width), torch.eye(width)], dim=1))
-    kept = {name for name in built if torch.equal(built[name], plain[name])} - {"norm.weight"}
-    assert "layers.0.mlp.up_proj.weight" in kept  # the drafter's MLP is narrower
+    unchanged = {name for name in built if torch.equal(built[name], plain[name])} - {"norm.weight"}
+    assert "layers.0.mlp.up_proj.weight" in unchanged  # the drafter's MLP is narrower
     again = build(run).state_dict()
     assert all(torch.equal(again[name], built[name]) for name in built)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the decoding tests."""
+"""Fixtures of the serving tests."""
 
 from tests.support.decoding_cases import drafter, knowing, target
 

@@ -1,4 +1,4 @@
-"""Features of a microbatch: what each objective asks the target for."""
+"""Features of a microbatch: those that each objective needs."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ def test_units_of_the_cpu_decide(
         pick_compute_dtype.cache_clear()
 
 
-def test_an_older_torch_knows_the_units_of_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_reports_the_units_of_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert cpu_bf16_units() == ("avx512_bf16",)
 
 
-def test_a_named_dtype_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_dtype_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_dtype, "pick_compute_dtype", lambda device: pytest.fail("asked"))
     assert resolve_dtype("float32") is torch.float32
     assert resolve_dtype(torch.bfloat16) is torch.bfloat16

@@ -123,7 +123,9 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert checkpoints.at_step(None) is None
 
 
-def test_a_failed_save_leaves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_nothing_and_names_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = trained(1)
     checkpoints = store(tmp_path)
     checkpoints.save(State(step=1), model, optimizer, wait=True)

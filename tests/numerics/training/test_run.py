@@ -39,9 +39,9 @@ def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
         # Execution settings may change.
         "training": {"epochs": 1, "keep_last": 9, "topology": "split"},
     }
-    there, _ = write_run(tmp_path, target, changes, name="there", num_samples=50)
+    other, _ = write_run(tmp_path, target, changes, name="there", num_samples=50)
     with pytest.raises(UserError) as rejection:
-        check_compatible(Path("step-00000007"), stored, facts(there))
+        check_compatible(Path("step-00000007"), stored, facts(other))
     message = str(rejection.value)
     for line in (
         "drafter.mask_token_id: 3 -> 2",
@@ -53,7 +53,7 @@ def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
     ):
         assert line in message
     for name in ("data", "plans", "target"):
-        old, new = stored.facts["inputs"][name], facts(there)["inputs"][name]
+        old, new = stored.facts["inputs"][name], facts(other)["inputs"][name]
         assert old != new
         assert f"inputs.{name}: {old!r} -> {new!r}" in message
     assert "keep_last" not in message

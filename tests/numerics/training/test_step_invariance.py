@@ -2,7 +2,7 @@
 
 From tokens to the divided gradient, as in training: capture, anchors, drafter, loss, sum. Catches means of
 means, visible padding, anchors that depend on the other samples, chunks that are weighted, and memory that
-grows with the anchors. (Several ranks: `test_training_sameness`.)
+grows with the anchors. (Several ranks: `test_loop.py`.)
 """
 
 from __future__ import annotations

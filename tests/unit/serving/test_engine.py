@@ -44,7 +44,7 @@ def test_an_engine_that_fails_is_a_message(tmp_path: Path, body: str, message: s
         engine.run_engine(python, {}, tmp_path, "plain")
 
 
-def test_the_engines_version_is_asked_of_its_environment(tmp_path: Path) -> None:
+def test_the_engines_version_is_that_of_its_environment(tmp_path: Path) -> None:
     assert engine.engine_version(fake_engine(tmp_path, "echo 0.32.0")) == "0.32.0"
     with pytest.raises(UserError, match="has no vLLM"):
         engine.engine_version(fake_engine(tmp_path, "exit 1"))

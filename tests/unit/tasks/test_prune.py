@@ -47,8 +47,8 @@ def root(tmp_path: Path) -> Path:
 def names(
     root: Path, keep_runs: int | None = None, protected: set[Path] | None = None, now: float = 1e9
 ) -> list[str]:
-    found = pruning.find_removable(root, keep_runs=keep_runs, protected_runs=protected or set(), now=now)
-    return [str(item.path.relative_to(root)) for item in found]
+    removable = pruning.find_removable(root, keep_runs=keep_runs, protected_runs=protected or set(), now=now)
+    return [str(item.path.relative_to(root)) for item in removable]
 
 
 def test_only_outputs_that_no_run_references(root: Path) -> None:
@@ -81,8 +81,8 @@ def test_young_outputs_may_belong_to_a_running_flow(root: Path) -> None:
 
 
 def test_removal(root: Path) -> None:
-    found = pruning.find_removable(root, keep_runs=None, protected_runs=set(), now=1e9)
-    assert [item.num_bytes for item in found] == [5, 5]
-    pruning.remove(found)
+    removable = pruning.find_removable(root, keep_runs=None, protected_runs=set(), now=1e9)
+    assert [item.num_bytes for item in removable] == [5, 5]
+    pruning.remove(removable)
     assert sorted(p.name for p in (root / "store" / "plan").iterdir()) == ["p0", "p1", "p2"]
     assert (root / "store/target/t/file").exists()

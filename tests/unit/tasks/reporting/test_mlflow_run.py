@@ -1,4 +1,4 @@
-"""Metrics sent to MLflow: batches, no point twice, a server that is away."""
+"""Metrics sent to MLflow: batches, no point twice, a server that is down."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """Record the runs that are closed through a new client: address, run, status."""
     import mlflow
 
-    found: list[tuple[str, str, str]] = []
+    runs: list[tuple[str, str, str]] = []
 
     def client(uri: str) -> SimpleNamespace:
-        return SimpleNamespace(set_terminated=lambda run_id, status: found.append((uri, run_id, status)))
+        return SimpleNamespace(set_terminated=lambda run_id, status: runs.append((uri, run_id, status)))
 
     monkeypatch.setattr(mlflow, "MlflowClient", client)
-    return found
+    return runs
 
 
 def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list) -> None:
@@ -170,8 +170,8 @@ def test_a_flow_that_ends_early_closes_its_run(tmp_path: Path, closed: list, sta
     marker.parent.mkdir()
     tracking.write_marker(marker, uri="u", run_id="r")
     names = ("is_cancelled", "is_cancelling", "is_crashed", "is_failed")
-    found = SimpleNamespace(**{name: lambda name=name: name == state for name in names})
+    state_of_flow = SimpleNamespace(**{name: lambda name=name: name == state for name in names})
     flow_run = SimpleNamespace(id="flow", parameters={"storage_root": str(tmp_path)})
-    tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=found)
+    tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=state_of_flow)
     assert closed == [("u", "r", status)]
     assert not marker.exists()
