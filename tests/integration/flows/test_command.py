@@ -265,8 +265,8 @@ def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -
     write_rows(data / "c.jsonl", 30_000, seed=2)
     store = tmp_path / "runs" / "store" / "ingest"
     child = start(directory, directory.arguments("rebucket", **common))
-    deadline = time.monotonic() + 900
-    while not list(store.glob(".*")) and time.monotonic() < deadline:
+    while not list(store.glob(".*")):
+        assert child.poll() is None, child.communicate()[1]
         time.sleep(0.02)
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
