@@ -22,16 +22,27 @@ def content_digest(value: Any) -> str:
     return bytes_digest(text.encode())
 
 
-def bytes_digest(*parts: bytes, size: int = 16) -> str:
-    """Return the blake2b digest of some bytes in a row, `size` bytes long, as hex."""
-    hasher = hashlib.blake2b(digest_size=size)
+def new_hasher() -> hashlib.blake2b:
+    """Return the hasher of all digests of this project, 128 bits, for contents that come in parts."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def bytes_digest(*parts: bytes | memoryview) -> str:
+    """Return the digest of some bytes in a row, 32 hex characters."""
+    hasher = new_hasher()
     for part in parts:
         hasher.update(part)
     return hasher.hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """Return the digest of a file's bytes, 32 hex characters."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_hasher).hexdigest()
+
+
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file, 64 hex characters."""
+    """Return the sha256 of a file, 64 hex characters: the digest that other tools print."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import BatchingConfig, RunConfig, to_dict
+from dflash_core.files import bytes_digest
 from tasks.storage.pointers import PlanPointer, root_of
 from tasks.storage.stages import stage
 
@@ -35,10 +35,8 @@ class Lengths:
 
     @property
     def digest(self) -> str:
-        hasher = hashlib.blake2b(digest_size=16)
-        for array in (self.lengths, self.draft_slots, self.source_id, self.num_supervised):
-            hasher.update(np.ascontiguousarray(array).tobytes() + b"|")
-        return hasher.hexdigest()
+        arrays = (self.lengths, self.draft_slots, self.source_id, self.num_supervised)
+        return bytes_digest(*(np.ascontiguousarray(array).tobytes() + b"|" for array in arrays))
 
 
 @functools.lru_cache(maxsize=4)

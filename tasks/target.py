@@ -62,7 +62,7 @@ def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dic
     return {"fingerprint": written.fingerprint, "tokenizer_fingerprint": tokenizer_fingerprint(out / "model")}
 
 
-def prepare_target(
+def target_pointer(
     storage_root: Path, target: TargetConfig, digests: FileDigests, *, refresh: bool = False
 ) -> TargetPointer:
     """Return the target's pointer; the model is in `path`/model."""

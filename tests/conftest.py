@@ -50,7 +50,7 @@ def smollm2_dir() -> Path:
     except importlib.metadata.PackageNotFoundError as error:
         pytest.skip(f"the package {error.name} is not installed: the real target cannot be made")
     source = (ROOT / "dflash_core" / "target" / "materialise.py").read_bytes()
-    key = bytes_digest("\n".join(packages).encode(), source, size=6)
+    key = bytes_digest("\n".join(packages).encode(), source)[:12]
     directory = ROOT / "runs" / "test-cache" / f"smollm2-{key}"
     if not directory.exists():
         materialise("smollm2-135m-instruct", directory)

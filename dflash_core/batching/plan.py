@@ -10,7 +10,6 @@ replayed after a restart: the plan is built or read again, and a microbatch is a
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,6 +31,7 @@ from dflash_core.batching.randomness import stream_key
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import BatchingConfig, check_budget
 from dflash_core.errors import UserError
+from dflash_core.files import new_hasher
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class BatchPlan:
     @cached_property
     def digest(self) -> str:
         """Digest of everything that is executed: samples, microbatches, steps and widths; 32 hex digits."""
-        state = hashlib.blake2b(digest_size=16)
+        state = new_hasher()
         for name, dtype in (("order", "<i4"), ("offsets", "<i8"), ("step_offsets", "<i8"), ("widths", "<i4")):
             array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
             state.update(f"{name}:{len(array)};".encode())

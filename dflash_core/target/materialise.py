@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import io
 import os
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from dflash_core.errors import UserError
-from dflash_core.files import publish_directory
+from dflash_core.files import new_hasher, publish_directory
 
 # alias -> (package, file inside it, how to install it)
 PACKAGED = {
@@ -80,7 +79,7 @@ def materialise(
 
 def fingerprint(directory: str | Path) -> str:
     """Return the digest of the names and contents of the files directly inside `directory`, 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = new_hasher()
     for path in sorted(Path(directory).iterdir()):
         if path.is_file():
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from dflash_core.errors import UserError
+from dflash_core.files import file_digest
 from dflash_core.training.state import State, read_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's tensors for each weight, next to the number of updates
@@ -240,9 +240,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    return {"bytes": path.stat().st_size, "blake2b": digest}
+    return {"bytes": path.stat().st_size, "blake2b": file_digest(path)}
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -52,6 +52,7 @@ from dflash_core.launch.rank_status import RankRecord, reporting
 from dflash_core.microbatch import FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings
 from dflash_core.target.capture import Capture
+from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
 from dflash_core.training.checkpoint import Checkpointer, check_free_disk, verify
 from dflash_core.training.initial_loss import InitialLoss
@@ -147,7 +148,7 @@ def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -
     stored = None if chosen is None else read_state(chosen)
     dtypes = world.broadcast(pick_dtypes(run, world, stored) if world.is_leader else None)
     state = stored or State()
-    state.facts = {**facts, "dtypes": {k: str(v).removeprefix("torch.") for k, v in dtypes.items()}}
+    state.facts = {**facts, "dtypes": {k: dtype_name(v) for k, v in dtypes.items()}}
     state.mlflow_run_id = run.mlflow_run_id or state.mlflow_run_id
 
     record.phase("load", step=state.step)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def prepare_target(config: RunConfig, options: FlowOptions) -> TargetPointer:
     """Materialise the target as a local directory."""
     digests = FileDigests(root_of(config))
-    pointer = target.prepare_target(
+    pointer = target.target_pointer(
         root_of(config), config.target, digests, refresh="target" in options.refresh
     )
     digests.save()
@@ -123,6 +123,8 @@ def _open_dataset(config: RunConfig, pointers: list[ShardPointer]) -> Dataset:
     Raises:
         UserError: no sample is left for training.
     """
+    from dflash_core.data import store as token_store
+
     logger = get_run_logger()
     with_samples = [pointer for pointer in pointers if pointer["num_samples"]]
     rejected = sum(pointer["num_rejected"] for pointer in pointers)
@@ -131,7 +133,7 @@ def _open_dataset(config: RunConfig, pointers: list[ShardPointer]) -> Dataset:
             f"data.files: no usable row in {len(pointers)} files ({rejected} rejected); allowed: at least one"
         )
     shards = [str(root_of(config) / pointer["path"] / "shard") for pointer in with_samples]
-    store = _open_store(config, shards)
+    store = token_store.open_store(shards, config.data)
     if len(store.train_indices) == 0:
         raise UserError(f"data.files: {len(store)} samples, none left for training; allowed: more rows")
     logger.info(
@@ -156,17 +158,9 @@ def _open_dataset(config: RunConfig, pointers: list[ShardPointer]) -> Dataset:
 
 def open_store(config: RunConfig, dataset: Dataset) -> TokenStore:
     """Open the token store of a data set."""
-    return _open_store(config, dataset.shards)
+    from dflash_core.data import store
 
-
-def _open_store(config: RunConfig, shards: Sequence[str]) -> TokenStore:
-    from dflash_core.data.store import TokenStore
-
-    return TokenStore.open(
-        shards,
-        validation_share=config.data.validation_share,
-        min_validation_samples=config.data.min_validation_samples,
-    )
+    return store.open_store(dataset.shards, config.data)
 
 
 def profile(config: RunConfig, options: FlowOptions, dataset: Dataset) -> ProfilePointer:

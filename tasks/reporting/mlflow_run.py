@@ -136,7 +136,7 @@ class Tracker:
             dataset: `name`, `digest`, `files`, `profile`; written with the params.
             owner: id of the flow run, for `close_runs_of_flow`.
         """
-        close_abandoned_runs(config.storage_root)
+        close_crashed_runs(config.storage_root)
         client, experiment_id = open_client(config)
         run_id = recorded_run(client, run_dir)
         is_resumed = run_id is not None
@@ -280,7 +280,7 @@ def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
         close_marked(marker, "KILLED" if is_killed else "FAILED")
 
 
-def close_abandoned_runs(storage_root: str | Path) -> None:
+def close_crashed_runs(storage_root: str | Path) -> None:
     """Close the runs of processes of this machine that have ended, where their tracking servers answer."""
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
         with suppress(OSError, json.JSONDecodeError, KeyError):

@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.support.flow_runs import SMALL_SETTINGS, flow_command, flow_environment, write_rows
 from benchmarks.support.prefect_services import processes_that_name, wait_until
+from tests.support.mlflow_points import check_one_point_per_step
 
 PLAN_FIGURES = {"padding_efficiency", "num_microbatches", "mixing_microbatch", "mixing_step"}
 ALL_STRATEGIES = {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
@@ -47,6 +48,9 @@ class WorkingDirectory:
         return subprocess.run(
             command, cwd=self.path, env=self.environment(), capture_output=True, text=True, timeout=1800
         )
+
+    def mlflow_uri(self) -> str:
+        return f"sqlite:///{self.path}/runs/mlflow.db"
 
     def latest(self) -> Path:
         return self.path / "runs" / "quickstart" / "latest"
@@ -105,15 +109,6 @@ def test_the_report_holds_the_figures_of_every_part(trained: WorkingDirectory) -
     assert [p for p in trained.path.rglob(".*") if "partial" in p.name or p.name.startswith(".removed")] == []
 
 
-def check_one_point_per_step(directory: WorkingDirectory, report: dict[str, Any]) -> None:
-    """Check that MLflow has the training loss of every step exactly once."""
-    import mlflow
-
-    client = mlflow.MlflowClient(f"sqlite:///{directory.path}/runs/mlflow.db")
-    points = client.get_metric_history(report["mlflow_run_id"], "train/loss")
-    assert sorted(p.step for p in points) == list(range(1, report["train"]["steps"] + 1))
-
-
 def test_mlflow_has_one_finished_run_with_one_point_per_step(trained: WorkingDirectory) -> None:
     import mlflow
 
@@ -125,7 +120,7 @@ def test_mlflow_has_one_finished_run_with_one_point_per_step(trained: WorkingDir
     assert run.data.tags["stage"] == "train"
     for tag in ("data_digest", "git_commit", "prefect.flow_run_id"):
         assert run.data.tags[tag], tag
-    check_one_point_per_step(trained, report)
+    check_one_point_per_step(trained.mlflow_uri(), trained.latest())
     expected = pytest.approx(report["evaluation"]["acceptance_length"])
     assert run.data.metrics["final/acceptance_length"] == expected
     names = {a.path for a in client.list_artifacts(report["mlflow_run_id"])}
@@ -205,7 +200,7 @@ def test_interrupt_ends_every_process_and_the_next_run_resumes(tmp_path: Path, t
     assert done.returncode == 0, done.stderr
     assert "training: resuming" in done.stderr
     assert "resuming from" in done.stdout
-    check_one_point_per_step(directory, json.loads((directory.latest() / "report.json").read_text()))
+    check_one_point_per_step(directory.mlflow_uri(), directory.latest())
 
 
 # The stage by the first word of a task's label, where the two differ; "" is no stage or is counted otherwise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from benchmarks.support.prefect_services import (
     wait_until,
     wait_until_healthy,
 )
+from tests.support.mlflow_points import check_one_point_per_step
 
 pytestmark = pytest.mark.long
 
@@ -35,16 +35,6 @@ SKIPPED = "is finished and up to date, skipped"
 def services(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Iterator[PrefectServices]:
     with PrefectServices(tmp_path_factory.mktemp("services"), tiny_target_dir) as services:
         yield services
-
-
-def check_one_point_per_step(uri: str, run_dir: Path) -> None:
-    """Check that MLflow has the training loss of every step exactly once."""
-    import mlflow
-
-    steps = json.loads((run_dir / "summary.json").read_text())["steps"]
-    run_id = json.loads((run_dir / "mlflow.json").read_text())["run_id"]
-    points = mlflow.MlflowClient(uri).get_metric_history(run_id, "train/loss")
-    assert sorted(point.step for point in points) == list(range(1, steps + 1))
 
 
 def mlflow_uri(services: PrefectServices) -> str:

@@ -143,7 +143,7 @@ def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list
     for marker, other in ((gone, {"started": 0.0}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
         marker.write_text(json.dumps(json.loads(marker.read_text()) | other))
     (directory / "torn.json").write_text("{")
-    tracking.close_abandoned_runs(tmp_path)
+    tracking.close_crashed_runs(tmp_path)
     assert closed == [("u", "gone", "KILLED")]
     assert running.exists()
     assert elsewhere.exists()
