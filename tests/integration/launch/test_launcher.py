@@ -16,23 +16,65 @@ import psutil
 import pytest
 
 from dflash_core.config import RunConfig, TrainingConfig
-from dflash_core.launch import launcher
+from dflash_core.launch import launcher, rank_status
 from dflash_core.launch.launcher import notify, stop
-from dflash_core.launch.rank_status import RankRecord
+from dflash_core.launch.rank_status import RankRecord, read_records
 from tests.support.waiting import wait_until
+
+
+class SteppedClock:
+    """A stand-in for the module `time` that moves only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def test_the_end_of_a_long_run_is_not_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are done and torchrun is not: their end counts, not the length of the run."""
-    monkeypatch.setattr(launcher, "START_SECONDS", 1.0)
+    clock, begin = SteppedClock(), SteppedClock().now
+    monkeypatch.setattr(launcher, "time", clock)
+    monkeypatch.setattr(rank_status, "time", clock)
+    monkeypatch.setattr(launcher, "START_SECONDS", 100.0)
     record = RankRecord(tmp_path, 0, "colocated")
     record.phase("train", step=9)
-    timer = threading.Timer(0.8, record.end, ["done"])
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.6)"])
-    timer.start()
-    launcher.watch(tmp_path, TrainingConfig(stall_seconds=1.0), child, tmp_path / "summary.json")
-    assert child.returncode == 0
-    assert not timer.is_alive()
+
+    class Torchrun:
+        """Ends 80 s after the last rank, which trains for 80 s."""
+
+        def poll(self) -> int | None:
+            if clock.now - begin >= 80 and read_records(tmp_path)[0]["status"] == "running":
+                record.end("done")
+            return 0 if clock.now - begin >= 160 else None
+
+    child: Any = Torchrun()
+    launcher.watch(tmp_path, TrainingConfig(stall_seconds=100.0), child, tmp_path / "summary.json")
+    assert clock.now - begin == pytest.approx(160, abs=1)
+
+
+def test_a_rank_that_stays_in_a_phase_is_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteppedClock()
+    begin = clock.now
+    monkeypatch.setattr(launcher, "time", clock)
+    monkeypatch.setattr(rank_status, "time", clock)
+    RankRecord(tmp_path, 0, "colocated").phase("train", step=9)
+
+    class Torchrun:
+        def poll(self) -> None:
+            """Never end."""
+
+    child: Any = Torchrun()
+    with pytest.raises(launcher.TrainingFailed, match="stall: "):
+        launcher.watch(tmp_path, TrainingConfig(stall_seconds=100.0), child, tmp_path / "summary.json")
+    assert 100 < clock.now - begin < 110
 
 
 def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_printed(tmp_path: Path, capsys: Any) -> None:
@@ -105,7 +147,7 @@ STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, lambda *a: None)
 print(1, flush=True)
-time.sleep(60)
+time.sleep(6000)
 """
 
 
@@ -117,16 +159,14 @@ def test_stopping_kills_a_process_that_ignores_sigterm(
     parent = (
         "import subprocess, sys, time\n"
         f"p = subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)\n"
-        "print(p.pid, flush=True); time.sleep(60)"
+        "print(p.pid, flush=True); time.sleep(6000)"
     )
     child = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, process_group=0)
     assert child.stdout is not None
     lines = sorted(int(child.stdout.readline()) for _ in range(2))
     grandchild = lines[1]
     assert psutil.pid_exists(grandchild)
-    started = time.monotonic()
     stop(tmp_path, child)
     assert child.poll() is not None
-    assert time.monotonic() - started < launcher.TERMINATE_SECONDS + launcher.TORCHRUN_SECONDS + 1
     wait_until(lambda: not psutil.pid_exists(grandchild))
     stop(tmp_path, child)  # a second stop has nothing to do
