@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from dflash_core.config import DataConfig
-from dflash_core.data.loss_mask import bytes_of_tokens, mask_by_bytes, mask_by_offsets
+from dflash_core.data.loss_mask import bytes_of_tokens, mask_by_bytes, mask_by_offsets, supervised_turns
 from dflash_core.data.template import ChatTemplate, Span, TemplateError
 from dflash_core.errors import UserError
 
@@ -53,6 +53,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     # Indices of messages that were cut: their end of turn is not supervised.
     open_ends: frozenset[int] = frozenset()
+    # Indices of assistant messages that are not supervised: blank, or marked as not to be trained on.
+    unsupervised: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class ChatEncoder:
             text, turns, notes = self.template.render(messages, tools)
             if conversation.open_ends:
                 turns = self._with_open_ends(text, turns, conversation)
+            if conversation.unsupervised:
+                turns = supervised_turns(turns, conversation.messages, conversation.unsupervised)
             if not text.isascii():
                 text.encode()
         except TemplateError as error:

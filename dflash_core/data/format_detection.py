@@ -1,7 +1,8 @@
 """Detection of a file's format by the columns of its first rows.
 
-The format is that of most rows. A file of another kind of data (preference pairs, images, message trees,
-prompts without answers) is rejected as a whole, with the columns seen and the formats accepted.
+The format is that of most rows. A file whose rows are mostly of another kind of data (preference pairs,
+message trees, prompts without answers) is rejected as a whole, with the columns seen and the formats
+accepted. Rows with images or other media are rejected one by one, by their reader.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Any
 
 from dflash_core.config import DataConfig
 from dflash_core.data.formats import (
-    MEDIA_COLUMNS,
     RESPONSE_COLUMNS,
     ROLES,
     TURN_COLUMNS,
     Row,
-    json_or_none,
     renamed,
 )
+from dflash_core.data.turns import RowError, as_list
 from dflash_core.errors import UserError
 
 ACCEPTED = (
@@ -47,7 +47,9 @@ def detect_format(rows: Iterable[Row], config: DataConfig, *, source: str, answe
     columns = ", ".join(repr(name)[1:-1] for name in list(dict.fromkeys(itertools.chain(*rows)))[:20])
     votes = Counter(name for row in rows if (name := _format_of(row)))
     best = votes.most_common(1)[0][0] if votes else None
-    kind = _other_kind(rows) or (answered and _no_answers(rows, best, config.roles) and "prompts only")
+    kind = _other_kind(rows, sum(votes.values())) or (
+        answered and _no_answers(rows, best, config.roles) and "prompts only"
+    )
     if kind:
         raise UserError(
             f"data.files: {source!r} holds {kind}; columns seen: {columns}; accepted: {ACCEPTED}. "
@@ -61,16 +63,24 @@ def detect_format(rows: Iterable[Row], config: DataConfig, *, source: str, answe
     return best
 
 
-def _other_kind(rows: Iterable[Row]) -> str | None:
-    """Return the kind of data that only looks like conversations; None if there is none."""
-    columns = {name for row in rows for name in row}
-    filled = {name for row in rows for name, value in row.items() if value not in (None, "", [], {})}
-    if {"chosen", "rejected"} <= filled:
+def _other_kind(rows: Iterable[Row], num_known: int) -> str | None:
+    """Return the kind of data that most rows hold and that only looks like conversations, if there is one.
+
+    Args:
+        rows: the first rows.
+        num_known: number of them whose columns are those of a format.
+    """
+    kinds = Counter(kind for row in rows if (kind := _kind_of(row)))
+    kind, count = kinds.most_common(1)[0] if kinds else (None, 0)
+    return kind if 2 * count > num_known else None
+
+
+def _kind_of(row: Row) -> str | None:
+    """Return the kind of a row that only looks like a conversation; None for any other row."""
+    if all(row.get(name) not in (None, "", [], {}) for name in ("chosen", "rejected")):
         return "preference pairs"
-    if filled & MEDIA_COLUMNS:
-        return "images or other media"
     trees = ({"message_tree_id", "parent_id"}, {"prompt", "replies"}, {"mapping"})
-    return "message trees" if any(names <= columns for names in trees) else None
+    return "message trees" if any(names <= row.keys() for names in trees) else None
 
 
 def _no_answers(rows: Iterable[Row], format_name: str | None, roles: Mapping[str, str]) -> bool:
@@ -99,9 +109,13 @@ def _format_of(row: Row) -> str | None:
 def _turns_of(row: Row) -> list[Any]:
     """Return the turns of a row of messages if they are a list, else no turns."""
     for column in TURN_COLUMNS:
-        turns = row.get(column)
-        if isinstance(turns, str):
-            turns = json_or_none(turns)
-        if isinstance(turns, list) and turns:
+        value = row.get(column)
+        if not value:
+            continue
+        try:
+            turns = as_list(value, column)
+        except RowError:
+            continue
+        if turns:
             return turns
     return []

@@ -21,7 +21,10 @@ column are counted. Rules for all formats:
   it reads (`keep`).
 - `open_end: true` on an assistant turn means that it was cut: see `Conversation.open_ends`.
 - `rejection` in place of a conversation is the rejection of an earlier stage, kept unchanged.
-- A row with images or other media is rejected unless `data.format` names a format.
+- A row with images or other media is rejected: its text alone is not what was answered.
+- Turns may also be a mapping of lists, one entry per turn, as `datasets` writes them.
+- Assistant turns that are blank, or marked as not to be trained on (`turns.py`), are not supervised. They
+  stay in the conversation; a row without another assistant turn is rejected.
 - Other columns are ignored; row ids are not keys.
 
 To add a format: a case in `_format_of` (`format_detection.py`), a method of `RowReader` here, and its
@@ -30,14 +33,22 @@ name in `DataConfig.format`.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
+from dflash_core.data.turns import (
+    REASONING_FIELDS,
+    RowError,
+    as_list,
+    is_blank,
+    is_columns,
+    json_or_none,
+    training_mark,
+)
 
 Row = Mapping[str, Any]
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
@@ -46,15 +57,6 @@ ROLES |= {"observation": "tool", "function": "tool"}
 TURN_COLUMNS = ("messages", "conversations", "conversation")
 RESPONSE_COLUMNS = ("response", "completion", "answer", "output")
 MEDIA_COLUMNS = frozenset(("image", "images", "video", "videos", "audio", "audios", "pixel_values"))
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-
-
-class RowError(Exception):
-    """A row that cannot be used; carries its rejection."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.rejection = Rejection(reason, detail)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class RowReader:
         }
         self._read = readers[format_name]
         self._roles = {**ROLES, **config.roles}
-        self._rejects_media = config.format == "auto" and format_name != "tokenised"
+        self._rejects_media = format_name != "tokenised"
         self._reads_tool_calls = reads("tool_calls")
         self._reads_tools = reads("tools")
         self._reasoning_names = [name for name in REASONING_FIELDS if reads(name)]
@@ -99,9 +101,8 @@ class RowReader:
             if theirs not in row:
                 self.notes[f"data.columns.{ours}: no column {theirs!r}"] += 1
         try:
-            if self._rejects_media and (media := [n for n in MEDIA_COLUMNS & row.keys() if row[n]]):
-                detail = f"column {media[0]}; set data.format to read the text"
-                return Rejection("images or other media", detail)
+            if self._rejects_media and (media := media_columns(row)):
+                return Rejection("images or other media", f"column {media[0]} is not empty")
             return self._read(renamed(row, self.config.columns))
         except RowError as error:
             return error.rejection
@@ -121,28 +122,26 @@ class RowReader:
             raise RowError("no output or response", f"columns: {', '.join(row)}")
         question = [_text(row.get(name), name) for name in ("instruction", "input")]
         messages = _system(row)
-        for pair in _as_list(row.get("history") or [], "history"):
+        for pair in as_list(row.get("history") or [], "history"):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise RowError("wrong shape", "history is not a list of [question, answer]")
             messages += _exchange(_text(pair[0], "history"), _text(pair[1], "history"))
         messages += _exchange("\n\n".join(part for part in question if part), _text(output, "output"))
         self._reasoning(row, messages[-1])
-        return Conversation(messages, self._tools(row))
+        return self._conversation(messages, row)
 
     def _prompt_response(self, row: Row) -> Conversation:
         prompt = next((row[name] for name in ("prompt", "question") if row.get(name) is not None), None)
         response = next((row[name] for name in RESPONSE_COLUMNS if row.get(name) is not None), None)
         if prompt is None or response is None:
             raise RowError("no prompt or no response", f"columns: {', '.join(row)}")
-        if isinstance(prompt, list) or isinstance(response, list):
-            if not isinstance(prompt, list):
-                prompt = [{"role": "user", "content": prompt}]
-            if not isinstance(response, list):
-                response = [{"role": "assistant", "content": response}]
-            return self._turns({**row, "messages": [*prompt, *response]})
+        if _are_turns(prompt) or _are_turns(response):
+            asked = as_list(prompt, "prompt") if _are_turns(prompt) else [_turn("user", prompt)]
+            given = as_list(response, "response") if _are_turns(response) else [_turn("assistant", response)]
+            return self._turns({**row, "messages": [*asked, *given]})
         messages = _system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response"))
         self._reasoning(row, messages[-1])
-        return Conversation(messages, self._tools(row))
+        return self._conversation(messages, row)
 
     def _turns(self, row: Row) -> Conversation:
         column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
@@ -151,7 +150,7 @@ class RowReader:
             if isinstance(rejection, dict) and isinstance(rejection.get("reason"), str):
                 raise RowError(rejection["reason"], str(rejection.get("detail", "")))
             raise RowError("no conversation", f"columns: {', '.join(row)}")
-        turns = _as_list(row[column], column)
+        turns = as_list(row[column], column)
         if not turns:
             raise RowError("empty conversation")
         messages = [self._message(turn, number) for number, turn in enumerate(turns)]
@@ -165,7 +164,35 @@ class RowReader:
         cut = [i for i in open_ends if messages[i]["role"] == "assistant"]
         if cut:
             self.notes["turns that were cut (their end-of-turn token is not supervised)"] += len(cut)
-        return Conversation(messages, self._tools(row), frozenset(cut))
+        untrained = [
+            i for i, turn in enumerate(turns, start=first) if self._is_untrained(turn, messages[i], i)
+        ]
+        return self._conversation(messages, row, frozenset(cut), untrained)
+
+    def _is_untrained(self, turn: dict[str, Any], message: dict[str, Any], number: int) -> bool:
+        mark = training_mark(turn, number, self.notes)
+        if mark and message["role"] != "assistant":
+            self.notes["turns of other roles marked to be trained on are not supervised"] += 1
+        return mark is False and message["role"] == "assistant"
+
+    def _conversation(
+        self,
+        messages: list[dict[str, Any]],
+        row: Row,
+        open_ends: frozenset[int] = frozenset(),
+        untrained: Sequence[int] = (),
+    ) -> Conversation:
+        """Return the conversation; its blank turns are not supervised, nor are those marked `untrained`."""
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        blank = [i for i in answers if is_blank(messages[i])]
+        unsupervised = frozenset((*blank, *untrained))
+        if unsupervised and len(unsupervised) < len(answers):
+            if untrained:
+                note = "assistant turns marked as not to be trained on are not supervised"
+                self.notes[note] += len(untrained)
+            if blank:
+                self.notes["blank assistant turns are not supervised"] += len(blank)
+        return Conversation(messages, self._tools(row), open_ends, unsupervised)
 
     def _tools(self, row: Row) -> list[dict[str, Any]] | None:
         tools = row.get("tools")
@@ -208,8 +235,6 @@ class RowReader:
 
     def _assistant(self, turn: dict[str, Any], name: str, message: dict[str, Any], calls: list[Any]) -> None:
         """Add tool calls and reasoning to the message of an assistant turn."""
-        if turn.get("loss_weight", turn.get("weight", turn.get("train", 1))) in (0, False):
-            self.notes["assistant turns marked as not to be trained on are supervised all the same"] += 1
         if not calls and name == "function_call" and self._reads_tool_calls:
             calls, message["content"] = _call_list(message["content"], "function_call"), ""
         if calls:
@@ -285,14 +310,6 @@ def _part(part: Any, where: str) -> str:
     raise RowError("content part is not text", f"{where}: {kind!r}")
 
 
-def _as_list(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str):
-        value = json_or_none(value)
-    if not isinstance(value, list):
-        raise RowError("wrong shape", f"{name} is not a list")
-    return value
-
-
 def _system(row: Row) -> list[dict[str, Any]]:
     """Return the row's `system` column as a first message."""
     text = row.get("system") if row.get("system") is not None else row.get("system_prompt")
@@ -300,7 +317,28 @@ def _system(row: Row) -> list[dict[str, Any]]:
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [_turn("user", question), _turn("assistant", answer)]
+
+
+def _turn(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _are_turns(value: Any) -> bool:
+    """Return True for a prompt or response that is a list of messages instead of a text."""
+    return isinstance(value, list) or is_columns(value)
+
+
+def media_columns(row: Row) -> list[str]:
+    """Return the columns of images and other media that are not empty, sorted."""
+    return sorted(name for name in MEDIA_COLUMNS & row.keys() if _holds_something(row[name]))
+
+
+def _holds_something(value: Any) -> bool:
+    """Return True unless a value is null, empty, or made of such: {"bytes": null, "path": null}."""
+    if isinstance(value, dict | list):
+        return any(map(_holds_something, value.values() if isinstance(value, dict) else value))
+    return value is not None and not (isinstance(value, str | bytes) and not value)
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:
@@ -308,10 +346,3 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     if not columns:
         return row
     return {**row, **{ours: row.get(theirs) for ours, theirs in columns.items() if theirs in row}}
-
-
-def json_or_none(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -9,14 +9,42 @@ Shape letter: S tokens of one sample.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dflash_core.data.template import Span
+from dflash_core.data.template import Span, TemplateError
+
+
+def supervised_turns(
+    turns: list[Span], messages: Sequence[Mapping[str, Any]], unsupervised: frozenset[int]
+) -> list[Span]:
+    """Return the rendered turns without those of the messages `unsupervised`.
+
+    Assistant turns of the messages 1, 3 and 5, of which 3 is unsupervised: the first and last turn.
+
+    Args:
+        turns: of all assistant messages in order, or of the last one alone.
+        messages: the conversation.
+        unsupervised: indices of assistant messages.
+
+    Raises:
+        TemplateError: no turn is left, or turns and messages cannot be matched.
+    """
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if unsupervised.issuperset(numbers):
+        detail = "each assistant turn is blank, or marked as not to be trained on"
+        raise TemplateError("no supervised turn", detail)
+    if len(turns) not in (1, len(numbers)):
+        detail = f"{len(turns)} turns of {len(numbers)} are rendered"
+        raise TemplateError("unsupervised turn not found", detail)
+    kept = [turn for number, turn in zip(numbers[-len(turns) :], turns) if number not in unsupervised]
+    if not kept:
+        raise TemplateError("no supervised turn", "the last turn is blank, or marked as not to be trained on")
+    return kept
 
 
 def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:

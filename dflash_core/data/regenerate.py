@@ -30,8 +30,9 @@ from dflash_core.config import DATA_COLUMNS, DataConfig
 from dflash_core.data.answers import LENGTH, Answer, AnswerCache, Generator, Message, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection
 from dflash_core.data.containers import RawRow
-from dflash_core.data.formats import REASONING_FIELDS, RowReader
+from dflash_core.data.formats import RowReader
 from dflash_core.data.ingest import open_rows
+from dflash_core.data.turns import REASONING_FIELDS
 from dflash_core.errors import UserError
 
 ROWS_AHEAD = 1024
@@ -113,7 +114,10 @@ class _Row:
             self.num_kept += messages[number]["role"] == "assistant"
             turn = dict(messages[number])
             self.shown.append(turn)
-            self.written.append({**turn, "open_end": True} if number in self.conversation.open_ends else turn)
+            marks = {"open_end": True} if number in self.conversation.open_ends else {}
+            if number in self.conversation.unsupervised:
+                marks["loss"] = False
+            self.written.append({**turn, **marks})
         return self.shown if self.shown and self.shown[-1]["role"] in ("user", "tool") else None
 
     def _is_kept(self, number: int) -> bool:

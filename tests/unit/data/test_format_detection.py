@@ -20,7 +20,6 @@ PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({"conversations": [{"from": "human", "value": "q"}]}, "prompts only"),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference pairs"),
         ({"messages": PAIR, "chosen": PAIR, "rejected": PAIR}, "preference pairs"),
-        ({"messages": PAIR, "images": ["x.png"]}, "images"),
         ({"prompt": {}, "replies": []}, "message trees"),
         ({"message_tree_id": 1, "parent_id": 2, "text": "t", "role": "r"}, "message trees"),
         ({"text": "once upon a time"}, "no known format; columns seen: text"),
@@ -55,4 +54,20 @@ def test_a_named_format_is_not_checked() -> None:
 
 def test_the_format_of_most_rows_wins() -> None:
     rows: list[dict[str, Any]] = [{"messages": []}, {"other": 1}, {"messages": PAIR}, {"messages": PAIR}]
+    assert detect_format(rows, DataConfig(), source="x") == "messages"
+
+
+def test_a_mapping_of_lists_is_a_conversation() -> None:
+    for row, name in (
+        ({"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}}, "messages"),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, "sharegpt"),
+    ):
+        assert detect_format([row], DataConfig(), source="x") == name
+
+
+@pytest.mark.parametrize(
+    "other", [{"chosen": PAIR, "rejected": PAIR}, {"mapping": {}}, {"images": ["x.png"]}]
+)
+def test_a_few_rows_of_other_data_do_not_refuse_the_file(other: dict[str, Any]) -> None:
+    rows = [{"messages": PAIR, **other}, *[{"messages": PAIR}] * 3]
     assert detect_format(rows, DataConfig(), source="x") == "messages"

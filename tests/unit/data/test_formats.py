@@ -218,7 +218,9 @@ def test_media_reject_only_their_row_and_empty_media_columns_nothing() -> None:
     rejected = reader.read({"messages": PAIR, "images": ["a.png"]})
     assert isinstance(rejected, Rejection)
     assert rejected.reason == "images or other media"
-    assert turns({"messages": PAIR, "images": ["a.png"]}, format="messages")[1] == ("assistant", "a")
+    assert reason({"messages": PAIR, "images": ["a.png"]}, format="messages") == "images or other media"
+    assert reason({"messages": PAIR, "image": {"bytes": b"x", "path": None}}) == "images or other media"
+    assert turns({"messages": PAIR, "image": {"bytes": None, "path": ""}})[1] == ("assistant", "a")
 
 
 def test_a_system_column_next_to_a_system_turn_and_tools_of_any_format() -> None:
@@ -243,3 +245,79 @@ def test_a_mapped_column_that_is_missing_is_counted() -> None:
     assert notes == {"data.columns.system: no column 'sytem'": 1}
     with pytest.raises(UserError, match="data.columns: 'instructions' .* allowed: .*instruction"):
         DataConfig(columns={"instructions": "task"})
+
+
+@pytest.mark.parametrize("name", ["loss", "loss_weight", "weight", "train", "training", "train_on_turn"])
+def test_a_turn_marked_as_not_to_be_trained_on_is_not_supervised(name: str) -> None:
+    for off, on in ((False, True), (0, 1), (0.0, 1.0), (False, None)):
+        row = {"messages": [PAIR[0], {**PAIR[1], name: off}, PAIR[0], {**PAIR[1], name: on}]}
+        conversation = read(row)
+        assert isinstance(conversation, Conversation)
+        assert conversation.messages == PAIR * 2
+        assert conversation.unsupervised == {1}
+    for wrong in ("no", [], -1, float("nan"), float("inf")):
+        assert reason({"messages": [PAIR[0], {**PAIR[1], name: wrong}]}) == "wrong shape"
+
+
+def test_marks_that_a_loss_mask_cannot_honour_are_counted() -> None:
+    notes: Counter[str] = Counter()
+    reader = RowReader("messages", DataConfig(), reads=lambda _: False, notes=notes)
+    turns_ = [{**PAIR[0], "train": True}, {**PAIR[1], "weight": 0.5}, PAIR[0], {**PAIR[1], "loss": False}]
+    conversation = reader.read({"messages": turns_})
+    assert isinstance(conversation, Conversation)
+    assert conversation.unsupervised == {3}
+    assert notes == {
+        "turns of other roles marked to be trained on are not supervised": 1,
+        "turns with a weight other than 0 and 1 (read as 1)": 1,
+        "assistant turns marked as not to be trained on are not supervised": 1,
+    }
+
+
+@pytest.mark.parametrize("blank", ["", " \n\t ", None, "\u00a0"])
+def test_blank_answers_are_not_supervised(blank: str | None) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [*PAIR, PAIR[0], {"role": "assistant", "content": blank}]},
+        {"prompt": PAIR[:1], "response": [PAIR[1], PAIR[0], {"role": "assistant", "content": blank}]},
+        {"instruction": "q", "output": "a", "history": [["q", blank]]},
+    ]
+    for row, blank_turn in zip(rows, (3, 3, 1)):
+        conversation = read(row)
+        assert isinstance(conversation, Conversation)
+        assert conversation.unsupervised == {blank_turn}
+    call = {"role": "assistant", "content": blank, "tool_calls": [{"name": "f"}]}
+    conversation = read({"messages": [PAIR[0], call]}, "tool_calls")
+    assert isinstance(conversation, Conversation)
+    assert conversation.unsupervised == set()
+    thinking = {"role": "assistant", "content": blank, "reasoning": "hm"}
+    for kept, expected in (("keep", set()), ("drop", {1})):
+        conversation = read({"messages": [PAIR[0], thinking]}, "reasoning_content", reasoning=kept)
+        assert isinstance(conversation, Conversation)
+        assert conversation.unsupervised == expected
+
+
+def test_a_mapping_of_lists_is_zipped_into_turns() -> None:
+    expected = [("user", "q"), ("assistant", "a")]
+    zipped = {"role": ["user", "assistant"], "content": ["q", "a"]}
+    assert turns({"messages": zipped}) == expected
+    assert turns({"messages": json.dumps(zipped)}) == expected
+    assert turns({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}) == expected
+    assert turns({"messages": {**zipped, "name": [None, None], "tool_calls": None}}) == expected
+    assert turns({"prompt": {"role": ["user"], "content": ["q"]}, "completion": "a"}) == expected
+    marked = read({"messages": {**zipped, "loss": [None, False]}})
+    assert isinstance(marked, Conversation)
+    assert marked.unsupervised == {1}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"role": ["user", "assistant"], "content": ["q"]},
+        {"role": ["user", "assistant"], "content": "qa"},
+        {"role": "user", "content": ["q"]},
+    ],
+)
+def test_a_mapping_of_lists_of_different_lengths_is_rejected(columns: dict[str, Any]) -> None:
+    reader = RowReader("messages", DataConfig(), reads=lambda _: False, notes=Counter())
+    rejection = reader.read({"messages": columns})
+    assert isinstance(rejection, Rejection)
+    assert rejection.reason == "wrong shape"

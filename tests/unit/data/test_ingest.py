@@ -58,7 +58,7 @@ def test_counts_and_lines_of_a_dirty_file(tmp_path: Path) -> None:
     manifest, shard = ingest(tmp_path / "x.jsonl", content)
     assert (manifest["num_rows"], manifest["num_blank"], manifest["num_samples"]) == (6, 2, 2)
     assert rejects_of(shard) == [
-        (3, "no eligible anchor"),
+        (3, "no supervised turn"),
         (4, "invalid JSON"),
         (5, "no conversation"),
         (6, "mask token in data"),
@@ -69,6 +69,33 @@ def test_counts_and_lines_of_a_dirty_file(tmp_path: Path) -> None:
     assert store.sources == ["x"]
     decoded = [small_tokenizer().decode(store.token_ids(i)) for i in range(2)]
     assert all("\ufeff" not in text and "\r" not in text for text in decoded)
+
+
+def test_blank_answers_and_turns_marked_as_not_to_be_trained_on(tmp_path: Path) -> None:
+    first, second = chat("q1", "yes one")["messages"], chat("q2", "yes two")["messages"]
+    off = [second[0], {**second[1], "loss": False}]
+    rows = [{"messages": turns} for turns in (first + second, first + off, off + first, off)]
+    manifest, shard = ingest(tmp_path / "x.jsonl", lines([*rows, chat("q", ""), chat("q", " \n\t ")]))
+    assert rejects_of(shard) == [(line, "no supervised turn") for line in (4, 5, 6)]
+    assert manifest["notes"] == {"assistant turns marked as not to be trained on are not supervised": 2}
+    store = TokenStore.open([shard])
+    text = [small_tokenizer().decode(store.token_ids(i)[store.loss_mask(i) == 1]) for i in range(3)]
+    assert text[0].count("yes") == 2
+    assert (text[1].count("yes"), "one" in text[1]) == (1, True)
+    assert (text[2].count("yes"), "one" in text[2]) == (1, True)
+    assert store.token_ids(0).tolist() == store.token_ids(1).tolist()
+
+
+@pytest.mark.parametrize("format_name", ["auto", "messages"])
+@pytest.mark.parametrize("position", [0, 150])
+def test_rows_with_images_are_rejected_one_by_one(tmp_path: Path, format_name: str, position: int) -> None:
+    rows = [chat(f"q{n}", "yes indeed") for n in range(200)]
+    rows[position]["images"] = ["a.png"]
+    manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows), format=format_name)
+    assert manifest["num_samples"] == 199
+    assert rejects_of(shard) == [(position + 1, "images or other media")]
+    with pytest.raises(UserError, match="no usable row of 1; reasons:\n.*images or other media"):
+        ingest(tmp_path / "y.jsonl", lines([rows[position]]), format=format_name)
 
 
 def test_column_types_may_change_late_in_a_file(tmp_path: Path) -> None:

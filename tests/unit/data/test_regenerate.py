@@ -305,3 +305,13 @@ def test_progress_is_printed_while_a_batch_is_running(capsys: pytest.CaptureFixt
 def test_settings_out_of_range(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"regenerate.{next(iter(settings))}: .* is not allowed; allowed: "):
         RegenerateConfig(**settings)
+
+
+def test_a_kept_turn_stays_unsupervised(tmp_path: Path) -> None:
+    greeting = {**turn("assistant", "hello"), "loss": False}
+    row = {"messages": [greeting, turn("user", "q"), {**turn("assistant", "old"), "loss": False}]}
+    output, _ = regenerate(tmp_path / "x.jsonl", [row], Fake())
+    assert output[0] is not None
+    assert output[0]["messages"][0] == greeting
+    # The target's own answer is trained on, whatever the mark of the one that it replaces.
+    assert "loss" not in output[0]["messages"][2]
