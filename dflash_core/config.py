@@ -99,7 +99,11 @@ class DataConfig:
     # for templates that render earlier turns differently
     rewritten_history: Literal["last_turn", "refuse"] = "last_turn"
     drop_duplicates: bool = False
+    # of a file's rows: broken or unusable ones; above it, the file itself is likely not what was meant
     max_reject_share: float = 0.05
+    # of a file's rows: those rejected by over_length. They are sound, and their number depends on max_length:
+    # a corpus of long chats may well lose a third. Once most rows are gone, max_length does not fit the data
+    max_over_length_share: float = 0.5
     validation_share: float = 0.01
     min_validation_samples: int = 32
 
@@ -107,7 +111,9 @@ class DataConfig:
         share = self.validation_share
         _require(self.limit is None or self.limit >= 1, "data.limit", self.limit, ">= 1 or null")
         _require(self.max_length >= 4, "data.max_length", self.max_length, ">= 4 tokens")
-        _require(0 <= self.max_reject_share <= 1, "data.max_reject_share", self.max_reject_share, "0 to 1")
+        for name in ("max_reject_share", "max_over_length_share"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"data.{name}", value, "0 to 1")
         _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
         _at_least(self, "data", 1, "min_validation_samples")
         for column in self.columns:

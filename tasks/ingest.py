@@ -23,6 +23,8 @@ SHARD_FIGURES = (
     "num_blank",
     "num_samples",
     "num_rejected",
+    "num_over_length",
+    "num_over_length_tokens",
     "num_duplicates",
     "num_tokens",
     "rejects",

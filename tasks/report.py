@@ -44,6 +44,9 @@ TRAIN_FIGURES = (
     "exported_step",
 )
 
+# Figures of the files that the data set's are the sums of.
+SUMMED_FIGURES = ("num_rejected", "num_over_length", "num_over_length_tokens")
+
 
 def metric_series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Return steps and values of one metric."""
@@ -82,7 +85,7 @@ def dataset_figures(
     return {
         **stats,
         "num_files": len(ingested),
-        "num_rejected": sum(pointer["num_rejected"] for pointer in ingested),
+        **{name: sum(pointer[name] for pointer in ingested) for name in SUMMED_FIGURES},
         "num_repeats": num_repeats,
         "rejects": counts_of(ingested, "rejects"),
         "notes": counts_of(ingested, "notes"),

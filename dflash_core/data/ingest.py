@@ -32,7 +32,10 @@ _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_IN_FLIGHT = 3
 _DETECTION_ROWS = 100
-_NOT_INGEST = ("files", "min_validation_samples", "max_reject_share", "chat_template")
+_LIMITS = ("max_reject_share", "max_over_length_share")
+_NOT_INGEST = ("files", "min_validation_samples", "chat_template", *_LIMITS)
+# Reasons of rows that are only too long start with this, in any part of the pipeline.
+OVER_LENGTH = "over length"
 
 Item = tuple[int, Rendered | Sample | Rejection]
 
@@ -61,8 +64,8 @@ def ingest_file(
 
     Raises:
         UserError: the file is not a data set of a known format, no row is usable, or the share of rejected
-            rows is above `max_reject_share`; the message names the most frequent reasons with examples. No
-            files are left behind.
+            rows is above `max_reject_share` or `max_over_length_share`; the message names the most frequent
+            reasons with examples. No files are left behind.
     """
     encoder = ChatEncoder(tokenizer, config, mask_token_id)
     is_stdlib = str(path) == stdlib_corpus.SOURCE
@@ -219,13 +222,20 @@ def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
 
 def _store(item: Item, writer: ShardWriter, config: DataConfig, source: str) -> None:
     line, value = item
+    # Of a row that was too long to be encoded only this much is known.
+    num_tokens = config.max_length + 1
     if isinstance(value, Sample):
+        num_tokens = len(value.token_ids)
         value = fit_length(value, config)
     if isinstance(value, Rejection):
+        if value.reason.startswith(OVER_LENGTH):
+            writer.num_over_length += 1
+            writer.num_over_length_tokens += num_tokens
         writer.reject(line, value.reason, value.detail)
         return
     assert isinstance(value, Sample)
     mask = value.loss_mask
+    writer.num_over_length_tokens += num_tokens - len(mask)
     if len(eligible_positions(mask)) == 0:
         writer.reject(line, "no eligible anchor", f"{int(mask.sum())} supervised tokens, no two in a row")
         return
@@ -246,7 +256,7 @@ def fit_length(sample: Sample, config: DataConfig) -> Sample | Rejection:
     if length <= allowed:
         return sample
     if config.over_length == "reject":
-        return Rejection("over length", f"{length} tokens; allowed: {allowed}")
+        return Rejection(OVER_LENGTH, f"{length} tokens; allowed: {allowed}")
     supervised = np.flatnonzero(sample.loss_mask)
     breaks = np.flatnonzero(np.diff(supervised) > 1)
     last_turn = length
@@ -254,14 +264,18 @@ def fit_length(sample: Sample, config: DataConfig) -> Sample | Rejection:
         last_turn = int(supervised[breaks[-1] + 1] if len(breaks) else supervised[0])
     if last_turn + 2 > allowed:
         detail = f"{length} tokens, last turn at {last_turn}; allowed: {allowed}"
-        return Rejection("over length before the last turn", detail)
+        return Rejection(f"{OVER_LENGTH} before the last turn", detail)
     notes = (*sample.notes, "last turn cut at data.max_length")
     return Sample(sample.token_ids[:allowed], sample.loss_mask[:allowed], notes)
 
 
 def _check(writer: ShardWriter, config: DataConfig, path: str) -> None:
-    """Raise if the file has no samples or too many rejected rows, dropped duplicates not counted."""
-    rows, rejected = writer.num_rows, writer.num_rejected - writer.num_dropped
+    """Raise if the file has no samples, or too many rejected rows or rows over `data.max_length`.
+
+    The two have limits of their own. Dropped duplicates count as neither.
+    """
+    rows, over_length = writer.num_rows, writer.num_over_length
+    rejected = writer.num_rejected - writer.num_dropped - over_length
     if writer.num_samples == 0:
         reasons = writer.rejects_summary()
         raise UserError(f"data.files: {path!r} has no usable row of {rows}; reasons:\n{reasons}")
@@ -269,6 +283,13 @@ def _check(writer: ShardWriter, config: DataConfig, path: str) -> None:
         raise UserError(
             f"data.max_reject_share: {rejected} of {rows} rows of {path!r} rejected ({rejected / rows:.1%}), "
             f"allowed: {config.max_reject_share:.1%}; most frequent reasons:\n{writer.rejects_summary()}"
+        )
+    if over_length > config.max_over_length_share * rows:
+        raise UserError(
+            f"data.max_over_length_share: {over_length} of {rows} rows of {path!r} are longer than "
+            f"data.max_length ({config.max_length} tokens; {over_length / rows:.1%}), allowed: "
+            f"{config.max_over_length_share:.1%}; raise data.max_length or set data.over_length: "
+            f"truncate_last_turn; most frequent reasons:\n{writer.rejects_summary()}"
         )
 
 

@@ -56,6 +56,9 @@ class ShardWriter:
         self.num_blank = 0
         # Repeats of earlier samples that were dropped on request.
         self.num_dropped = 0
+        # Rows rejected because they are too long, and tokens lost with them and by cutting: at least so many.
+        self.num_over_length = 0
+        self.num_over_length_tokens = 0
         self.closed = False
         self._validation_bound = int(validation_share * KEY_RANGE)
         self._temporary = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
@@ -163,6 +166,8 @@ class ShardWriter:
             "num_blank": self.num_blank,
             "num_samples": self.num_samples,
             "num_rejected": self.num_rejected,
+            "num_over_length": self.num_over_length,
+            "num_over_length_tokens": self.num_over_length_tokens,
             "num_duplicates": self._totals["duplicates"],
             "num_tokens": self._totals["tokens"],
             "num_supervised_tokens": self._totals["supervised"],

@@ -127,6 +127,7 @@ def show_plans(
     rows = [
         ("samples, tokens", f"{stats['num_samples']:,}, {stats['num_tokens']:,}"),
         ("rows rejected", f"{stats['num_rejected']:,}"),
+        ("rows over data.max_length, tokens lost by it", report_tables.over_length_text(stats)),
         ("lengths: median, 99%, longest", lengths),
         ("bucket edges", ", ".join(map(str, edges_pointer["edges"]))),
     ]

@@ -64,6 +64,16 @@ def _columns(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name.replace("_", " "): rounded.get(name) for name in names}
 
 
+def over_length_text(data: Mapping[str, Any]) -> str:
+    """Return the number of rows over data.max_length, and the share of all tokens that it costs.
+
+    Rows that were too long to be encoded count with the tokens that they have at least.
+    """
+    lost = data.get("num_over_length_tokens") or 0
+    share = lost / max(lost + data["num_tokens"], 1)
+    return f"{show(data.get('num_over_length'))}, at least {share:.1%}" if lost else "0, 0.0%"
+
+
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of a run's report for the terminal."""
     data, train, validation = report["dataset"], report["train"], report["validation"]
@@ -71,6 +81,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("samples, tokens", f"{show(data['num_samples'])}, {show(data['num_tokens'])}"),
         ("rows rejected, exact repeats kept", f"{show(data['num_rejected'])}, {show(data['num_repeats'])}"),
+        ("rows over data.max_length, tokens lost by it", over_length_text(data)),
         ("strategy, padding efficiency", f"{report['strategy']}, {show(plan['padding_efficiency'], 4)}"),
         ("steps, samples seen", f"{show(train['steps'])}, {show(train['samples'])}"),
         ("real tokens/s", show(train["tokens_per_second"], 0)),

@@ -56,6 +56,9 @@ class ShardPointer(Pointer):
     num_blank: int
     num_samples: int
     num_rejected: int
+    # Among the rejected rows those over data.max_length; tokens lost with them and by cutting, at least.
+    num_over_length: int
+    num_over_length_tokens: int
     num_duplicates: int
     num_tokens: int
     # Number of rejected rows by reason, and of rows that were kept with a remark by remark.

@@ -122,6 +122,33 @@ def test_over_long_samples_are_rejected_by_default(tmp_path: Path) -> None:
     assert rejects_of(shard) == [(2, "over length")]
 
 
+def test_rows_over_the_length_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    content = lines([chat("q", "yes")] * 60 + [chat("w" * 3000, "yes")] * 40)
+    manifest, _ = ingest(tmp_path / "x.jsonl", content, max_length=200, max_reject_share=0.0)
+    assert (manifest["num_samples"], manifest["num_rejected"], manifest["num_over_length"]) == (60, 40, 40)
+    long_one, _ = ingest(tmp_path / "y.jsonl", lines([chat("w" * 3000, "yes")]))
+    assert manifest["num_over_length_tokens"] == 40 * long_one["num_tokens"]
+    with pytest.raises(UserError) as failure:
+        ingest(tmp_path / "x.jsonl", max_length=200, max_over_length_share=0.3)
+    assert "data.max_over_length_share: 40 of 100 rows" in str(failure.value)
+    assert "raise data.max_length or set data.over_length: truncate_last_turn" in str(failure.value)
+    assert "40 x over length (line 61: " in str(failure.value)
+    with pytest.raises(UserError, match=r"data.max_reject_share: 1 of 101 rows"):
+        ingest(tmp_path / "x.jsonl", content + b"{\n", max_length=200, max_reject_share=0.0)
+
+
+def test_tokens_lost_by_cutting_and_with_rows_that_were_never_encoded_are_counted(tmp_path: Path) -> None:
+    content = lines([chat("q", "yes " * 400), chat("q", "yes")])
+    whole, _ = ingest(tmp_path / "x.jsonl", content)
+    settings_ = {"max_length": 200, "over_length": "truncate_last_turn"}
+    cut, _ = ingest(tmp_path / "x.jsonl", **settings_)
+    assert (cut["num_samples"], cut["num_over_length"]) == (2, 0)
+    assert cut["num_over_length_tokens"] == whole["num_tokens"] - cut["num_tokens"] > 0
+    rejection = {"rejection": {"reason": "over length", "detail": "prompt of 900 tokens"}}
+    unread, _ = ingest(tmp_path / "y.jsonl", lines([chat("q", "yes"), rejection]), max_length=200)
+    assert (unread["num_over_length"], unread["num_over_length_tokens"]) == (1, 201)
+
+
 def test_truncation_cuts_the_last_turn_only() -> None:
     config = DataConfig(max_length=6, over_length="truncate_last_turn")
 

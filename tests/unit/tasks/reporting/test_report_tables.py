@@ -39,3 +39,9 @@ def test_acceptance_by_set_by_category_and_pooled() -> None:
         ("acceptance length, mt/writing", "1.250 (1.000 to 1.500) on 2 prompts"),
         ("acceptance length, all", "1.500 (1.250 to 2.000) on 3 prompts"),
     ]
+
+
+def test_over_length_rows_and_their_share_of_tokens() -> None:
+    data = {"num_tokens": 9_000, "num_over_length": 2, "num_over_length_tokens": 1_000}
+    assert report_tables.over_length_text(data) == "2, at least 10.0%"
+    assert report_tables.over_length_text({"num_tokens": 9_000}) == "0, 0.0%"
