@@ -33,6 +33,8 @@ DATA_COLUMNS = (
     *("instruction", "input", "prompt", "question", "response", "completion", "answer", "output"),
     *("input_ids", "loss_mask"),
 )
+# columns that prompt sets have besides these, see dflash_core/data/prompts.py
+PROMPT_COLUMNS = ("turns", "problem", "text")
 
 
 def execution_field(default: Any) -> Any:
@@ -85,7 +87,7 @@ class DataConfig:
     format: DataFormat = "auto"
     # at most this many rows per file, in file order
     limit: int | None = None
-    # column of the format (DATA_COLUMNS) -> column of the file
+    # column of the format or prompt set (DATA_COLUMNS, PROMPT_COLUMNS) -> column of the file
     columns: dict[str, str] = field(default_factory=dict)
     # unknown role -> system, user, assistant or tool
     roles: dict[str, str] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class DataConfig:
         _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
         _at_least(self, "data", 1, "min_validation_samples")
         for column in self.columns:
-            _require(column in DATA_COLUMNS, "data.columns", column, ", ".join(DATA_COLUMNS))
+            allowed = (*DATA_COLUMNS, *PROMPT_COLUMNS)
+            _require(column in allowed, "data.columns", column, ", ".join(allowed))
         for role, mapped in self.roles.items():
             _require(mapped in ROLES, f"data.roles.{role}", mapped, ", ".join(ROLES))
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig, from_dict
+from dflash_core.config import DataConfig, EvaluationConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
@@ -46,7 +46,7 @@ def prompt_set_digests(
         "dflash_core.decoding.prompt_sets",
         "dflash_core.drafter.export",
     ),
-    key_only=("drafter_digest", "target_fingerprint"),
+    key_only=("drafter_digest", "target_fingerprint", "prompt_rules"),
     locations=("where",),
 )
 def evaluate_drafter(
@@ -110,13 +110,13 @@ def evaluation_key_inputs(
     drafter_directory: Path,
     target_fingerprint: str,
     sets: list[dict[str, str]],
-    chat_template: str | None,
+    data: DataConfig,
     digests: FileDigests,
 ) -> dict[str, Any]:
     """Return the inputs of the stage that decide its result.
 
     Args:
-        chat_template: `data.chat_template`, with which prompt files are rendered.
+        data: the rules by which prompt files are read and rendered.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -126,12 +126,14 @@ def evaluation_key_inputs(
         raise UserError(
             f"drafter: {str(drafter_directory)!r} holds no exported drafter; allowed: a run or its drafter/"
         )
-    settings = asdict(config)
+    settings, template = asdict(config), data.chat_template
     del settings["prompts"]
     return {
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
-        "chat_template_digest": digests.of(Path(chat_template)) if chat_template and config.prompts else None,
+        # Prompts of the validation samples are tokens already.
+        "chat_template_digest": digests.of(Path(template)) if template and config.prompts else None,
+        "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
         **settings,
     }

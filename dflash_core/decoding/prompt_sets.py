@@ -63,7 +63,9 @@ class PromptSets:
         self.tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
         self.encoder = ChatEncoder(self.tokenizer, inputs.data, None)
         for name, path in zip(names, inputs.prompt_paths, strict=True):
-            self.rows += [(name, prompt) for prompt in read_prompts(Path(path), limit=num_prompts)]
+            self.rows += [
+                (name, prompt) for prompt in read_prompts(Path(path), inputs.data, limit=num_prompts)
+            ]
 
     def first(self) -> tuple[list[int], list[Prompt]]:
         """Return the rows and prompts of the first turn."""
@@ -84,7 +86,7 @@ class PromptSets:
             if messages is None:
                 continue
             assert self.encoder is not None
-            ids = self.encoder.prompt_ids(messages)
+            ids = self.encoder.prompt_ids(messages, chat.tools)
             if isinstance(ids, Rejection):
                 raise UserError(f"evaluation.prompts: {name} prompt {row + 1}: {ids.reason} ({ids.detail})")
             rows.append(row)

@@ -82,7 +82,7 @@ def test_prompts_per_set_are_limited_and_a_bad_row_is_named(tmp_path: Path, tiny
     names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     assert len(PromptSets(names, 1, inputs).first()[1]) == 2
     names, inputs = write_sets(tmp_path, tiny_target_dir, bad=[{"turns": []}])
-    with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: \[\] is not a prompt"):
+    with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: no prompt in turns: \[\]"):
         PromptSets(names, 10, inputs)
 
 

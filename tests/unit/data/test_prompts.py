@@ -1,4 +1,4 @@
-"""Prompt sets in three shapes, and the ids of their prompts."""
+"""Prompt sets in the shapes of the published ones, and the ids of their prompts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,52 @@ def test_three_shapes(tmp_path: Path) -> None:
     assert len(read(tmp_path, *rows, limit=2)) == 2
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "q"}]},
+        {"prompt": {"role": ["user"], "content": ["q"]}},
+        {"prompt": ["q"]},
+        {"turns": [{"role": "user", "content": "q"}]},
+        {"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"problem": "q", "solution": "s", "answer": "a"},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"task_id": None, "prompt": "q", "canonical_solution": "a", "test": "t"},
+        {"text": "q", "code": "a", "test_list": ["t"]},
+        {"question": "q", "answer": "a"},
+        {"task": "q"},
+    ],
+)
+def test_prompts_of_the_published_sets(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    columns = {"prompt": "task"}
+    prompts = read_prompts(tmp_path / "p.jsonl", DataConfig(columns=columns))
+    assert prompts == [ChatPrompt([{"role": "user", "content": "q"}])]
+
+
+def test_several_turns_an_input_a_system_column_and_tools(tmp_path: Path) -> None:
+    user, tool = {"role": "user", "content": "q"}, {"name": "f"}
+    rows = [
+        {"prompt": ["q", "r"], "category": "math"},
+        {"instruction": "q", "input": "x"},
+        {"question": "q", "system": "s", "tools": [tool]},
+    ]
+    assert read(tmp_path, *rows) == [
+        ChatPrompt([user], ("r",), "math"),
+        ChatPrompt([{"role": "user", "content": "q\n\nx"}]),
+        ChatPrompt([{"role": "system", "content": "s"}, user], tools=[tool]),
+    ]
+
+
+def test_roles_of_prompts_may_be_mapped(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": [{"role": "student", "content": "q"}]}))
+    with pytest.raises(UserError, match="line 1: unknown role 'student'"):
+        read_prompts(tmp_path / "p.jsonl")
+    mapped = read_prompts(tmp_path / "p.jsonl", DataConfig(roles={"student": "user"}))
+    assert mapped == [ChatPrompt([{"role": "user", "content": "q"}])]
+
+
 def test_later_turns_follow_the_models_own_answers() -> None:
     prompt = ChatPrompt([{"role": "user", "content": "q1"}], ("q2",))
     texts = [[m["content"] for m in prompt.messages(answers) or []] for answers in ([], ["a1"], ["a1", "a2"])]
@@ -46,10 +92,10 @@ def test_later_turns_follow_the_models_own_answers() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "line 2: no conversation columns: text"),
-        ({"turns": []}, "line 2: .* is not a prompt"),
-        ({"turns": ["q", 3]}, "line 2: .* is not a prompt"),
-        ({"prompt": " "}, "line 2: .* is not a prompt"),
+        ({"title": "x"}, "line 2: no prompt ; columns: title; allowed: turns, messages, prompt"),
+        ({"turns": []}, "line 2: no prompt in .* is not a text"),
+        ({"turns": ["q", 3]}, "line 2: no prompt in .* is not a text"),
+        ({"prompt": " "}, "line 2: no prompt in .* is not a text"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "line 2: messages hold only assistant turns"),
     ],
 )

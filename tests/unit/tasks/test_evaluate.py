@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from dflash_core.config import EvaluationConfig
+from dflash_core.config import DataConfig, EvaluationConfig
 from tasks.evaluate import evaluation_key_inputs
 from tasks.storage.file_digests import FileDigests
 
 
-def test_the_template_that_renders_prompt_files_decides_an_evaluation(tmp_path: Path) -> None:
+def test_the_template_and_columns_that_render_prompt_files_decide_an_evaluation(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "a.jinja", "b.jinja"):
         (tmp_path / name).write_text(name)
 
-    def digest(template: str | None, *prompts: str) -> object:
-        inputs = evaluation_key_inputs(
+    def inputs(template: str | None, *prompts: str, **rules: Any) -> dict[str, Any]:
+        return evaluation_key_inputs(
             EvaluationConfig(prompts=prompts),
             drafter_directory=tmp_path,
             target_fingerprint="t",
             sets=[],
-            chat_template=template and str(tmp_path / template),
+            data=DataConfig(chat_template=template and str(tmp_path / template), **rules),
             digests=FileDigests(tmp_path),
         )
-        return inputs["chat_template_digest"]
+
+    def digest(template: str | None, *prompts: str) -> object:
+        return inputs(template, *prompts)["chat_template_digest"]
 
     assert digest("a.jinja", "p.jsonl") != digest("b.jinja", "p.jsonl")
     assert digest(None, "p.jsonl") is None
     # Prompts of the validation samples are tokens already.
     assert digest("a.jinja") is None
+    mapped = {"columns": {"prompt": "task"}}
+    assert inputs(None, "p.jsonl", **mapped) != inputs(None, "p.jsonl")
+    assert inputs(None, **mapped) == inputs(None)
