@@ -82,7 +82,8 @@ class TargetConfig:
 class DataConfig:
     """Where conversations come from and the rules by which they become samples."""
 
-    # files, directories or globs; empty: the standard-library corpus
+    # files, directories, globs, or data sets on the Hugging Face Hub (hf://datasets/OWNER/NAME?split=train,
+    # see dflash_core/data/hub_names.py); empty: the standard-library corpus
     files: tuple[str, ...] = ()
     format: DataFormat = "auto"
     # at most this many rows per file, in file order

@@ -6,6 +6,7 @@ nothing else: a new file is ingested alone, and a file that was moved is not rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from dflash_core.config import DataConfig, RunConfig, decisive
 from dflash_core.data import stdlib_corpus
 from tasks.storage.file_digests import FileDigests
-from tasks.storage.input_files import find_files
+from tasks.storage.input_files import fetch_files
 from tasks.storage.stages import RETRY_IO, stage
 
 # Figures of a shard's manifest that its pointer repeats.
@@ -44,11 +45,19 @@ class Source:
         return Path(self.path).name
 
 
-def find_sources(data: DataConfig, digests: FileDigests) -> list[Source]:
-    """Return the files to ingest; the standard library when no file is named."""
+def find_sources(
+    data: DataConfig, digests: FileDigests, say: Callable[[str], object] = print
+) -> list[Source]:
+    """Return the files to ingest, downloaded where they are on the Hub; the standard library without any.
+
+    The digest of a download is that of its bytes, like any file's: a new commit that leaves a file
+    unchanged does not ingest it again.
+    """
     if not data.files:
         return [Source(stdlib_corpus.SOURCE, stdlib_corpus.corpus_digest())]
-    return [Source(str(path), digests.of(path)) for path in find_files(data.files)]
+    return [
+        Source(str(path), digests.of(path)) for path in fetch_files(data.files, digests.storage_root, say)
+    ]
 
 
 def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:

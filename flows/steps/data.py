@@ -80,7 +80,7 @@ def regenerate_all(
 def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: TargetPointer) -> Dataset:
     """Ingest every file into a shard; files that were ingested before are not read again."""
     root, digests = root_of(config), FileDigests(root_of(config))
-    sources = ingest.find_sources(config.data, digests)
+    sources = ingest.find_sources(config.data, digests, get_run_logger().info)
     regenerated: list[RegeneratedPointer] = []
     if config.regenerate.enabled:
         regenerated = regenerate_all(config, options, target_pointer, _unique(sources))

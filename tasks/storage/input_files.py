@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from dflash_core.config import RunConfig
+from dflash_core.data import hub_datasets
+from dflash_core.data.hub_names import DATA_SUFFIXES, is_hub_name, repository_of
 from dflash_core.errors import UserError
-
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".gz", ".zst")
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -36,6 +36,24 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     return sorted(files)
 
 
+def fetch_files(names: Iterable[str], storage_root: Path, say: Callable[[str], object]) -> list[Path]:
+    """Return the files behind `data.files`; those of data sets on the Hub are downloaded first.
+
+    Args:
+        names: as in `find_files`, or `hf://` names.
+        storage_root: absolute; downloads are kept below it.
+        say: called with a line per data set that is new or has changed.
+
+    Raises:
+        UserError: a name that matches nothing, or a data set that cannot be fetched.
+    """
+    names = list(names)
+    hub = {
+        path for name in names if is_hub_name(name) for path in hub_datasets.fetch(name, storage_root, say)
+    }
+    return sorted({*find_files(name for name in names if not is_hub_name(name)), *hub})
+
+
 def _is_data_file(path: Path, directory: Path) -> bool:
     """Return whether a path is a data file, neither hidden nor in a hidden directory such as .git."""
     is_hidden = any(part.startswith(".") for part in path.relative_to(directory).parts)
@@ -43,12 +61,14 @@ def _is_data_file(path: Path, directory: Path) -> bool:
 
 
 def check_files(config: RunConfig) -> None:
-    """Check that every file and directory that the settings name exists.
+    """Check that every file, directory and data set that the settings name exists; nothing is downloaded.
 
     Raises:
         UserError: the first one that does not exist.
     """
-    find_files(config.data.files)
+    find_files(name for name in config.data.files if not is_hub_name(name))
+    for name in filter(is_hub_name, config.data.files):
+        hub_datasets.resolve(name, Path(config.storage_root).expanduser().resolve())
     template, init_from = config.data.chat_template, config.training.init_from
     if template is not None and not Path(template).is_file():
         raise UserError(f"data.chat_template: {template!r} does not exist; allowed: a Jinja file")
@@ -68,7 +88,8 @@ def data_name(files: Sequence[str]) -> str:
     """
     if not files:
         return "stdlib"
-    path = Path(files[0])
+    # A data set on the Hub is called by its own name: hf://datasets/owner/chats@main/a.jsonl -> chats.
+    path = Path(repository_of(files[0]) or files[0])
     while any(character in path.name for character in "*?["):
         path = path.parent
     name = path.name.split(".")[0] or "data"

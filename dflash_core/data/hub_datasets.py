@@ -1,0 +1,217 @@
+"""Data sets of the Hugging Face Hub as local files: the `hf://` names of `hub_names.py` in `data.files`.
+
+A branch or tag is resolved to a commit once per run, with one request; files are downloaded at this commit
+and kept under `<storage_root>/hub/`. Without network, the commit and files of the last run are used. Access
+tokens come from the environment, are read by huggingface_hub alone, and are never printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_core.data.hub_names import ALLOWED, HubName, local_names, parse, path_files, split_files
+from dflash_core.errors import UserError
+from dflash_core.files import bytes_digest, complete_file, write_json
+
+_REQUEST_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A name at one commit."""
+
+    repository: str
+    commit: str
+    # Paths in the repository, sorted.
+    files: tuple[str, ...]
+    # As the data set card names it; "" where it names none.
+    licence: str
+    # Read from the record of the last run, for lack of network.
+    is_recorded: bool = False
+
+
+def resolve(text: str, storage_root: Path) -> Resolved:
+    """Return commit and files of a name, by one request; nothing is downloaded or written.
+
+    Raises:
+        UserError: no such data set, revision, split or file, no access, or no network and no earlier run
+            that downloaded the files.
+    """
+    name = parse(text)
+    try:
+        info = _api().dataset_info(name.repository, revision=name.revision, timeout=_REQUEST_SECONDS)
+    except Exception as error:
+        if not _is_unreachable(error):
+            raise UserError(_reason(error, name)) from error
+        recorded = _recorded(name, storage_root)
+        if recorded is None:
+            raise UserError(_reason(error, name)) from error
+        return recorded
+    if info.gated and not _has_token():
+        raise UserError(_gated(name))
+    listed = sorted(sibling.rfilename for sibling in info.siblings or ())
+    files = split_files(name, listed) if name.path is None else path_files(name, name.path, listed)
+    return Resolved(
+        repository=name.repository, commit=str(info.sha), files=tuple(files), licence=_licence(info)
+    )
+
+
+def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -> list[Path]:
+    """Return the local files of a name; those that are missing are downloaded.
+
+    Args:
+        text: the name.
+        storage_root: files and commits are kept in `hub/` below it.
+        say: called with a line per new commit, which names the data set's licence.
+
+    Raises:
+        UserError: as `resolve`, or a download failed.
+    """
+    resolved = resolve(text, storage_root)
+    name, last = parse(text), _recorded(parse(text), storage_root)
+    targets = _local_paths(resolved, storage_root)
+    if resolved.is_recorded:
+        say(f"{text}: no network; commit {resolved.commit[:12]} of the last run is used")
+        return targets
+    for path, target in zip(resolved.files, targets):
+        if not target.is_file():
+            _download(name, resolved, path, target, storage_root)
+    if last is None or last.commit != resolved.commit:
+        moved = f", before: {last.commit[:12]}" if last else ""
+        licence = resolved.licence or _licence_of_card(name) or "none named"
+        say(f"{text}: {len(targets)} files at commit {resolved.commit[:12]}{moved}; licence: {licence}")
+        record = {"name": text, "commit": resolved.commit, "files": resolved.files, "licence": licence}
+        write_json(_record_path(name, storage_root), record)
+    return targets
+
+
+def _local_paths(resolved: Resolved, storage_root: Path) -> list[Path]:
+    directory = _directory(resolved.repository, storage_root) / resolved.commit
+    return [directory / name for name in local_names(resolved.repository, resolved.files)]
+
+
+def _directory(repository: str, storage_root: Path) -> Path:
+    return storage_root / "hub" / repository.replace("/", "--")
+
+
+def _record_path(name: HubName, storage_root: Path) -> Path:
+    return _directory(name.repository, storage_root) / f"{bytes_digest(name.text.encode())}.json"
+
+
+def _recorded(name: HubName, storage_root: Path) -> Resolved | None:
+    """Return what the last run downloaded for a name; None if there is none, or if a file is gone."""
+    try:
+        record: dict[str, Any] = json.loads(_record_path(name, storage_root).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    resolved = Resolved(
+        repository=name.repository,
+        commit=record["commit"],
+        files=tuple(record["files"]),
+        licence=record["licence"],
+        is_recorded=True,
+    )
+    return resolved if all(path.is_file() for path in _local_paths(resolved, storage_root)) else None
+
+
+def _download(name: HubName, resolved: Resolved, path: str, target: Path, storage_root: Path) -> None:
+    """Download one file; `target` appears complete or not at all."""
+    try:
+        cached = _api().hf_hub_download(
+            name.repository,
+            path,
+            repo_type="dataset",
+            revision=resolved.commit,
+            cache_dir=storage_root / "hub" / "cache",
+            etag_timeout=_REQUEST_SECONDS,
+        )
+    except Exception as error:
+        raise UserError(_reason(error, name)) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The cache holds symbolic links to files that are named by their digest.
+    real = Path(cached).resolve()
+    with complete_file(target) as temporary:
+        try:
+            os.link(real, temporary)
+        except OSError:
+            shutil.copy2(real, temporary)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _licence(info: Any) -> str:
+    """Return the licence that the card of a data set names, else ""."""
+    named = (info.card_data or {}).get("license")
+    tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
+    return ", ".join(named if isinstance(named, list) else [named] if named else tags)
+
+
+def _licence_of_card(name: HubName) -> str:
+    """Return the licence by the card on the main branch: other branches need not hold the card."""
+    try:
+        return _licence(_api().dataset_info(name.repository, timeout=_REQUEST_SECONDS))
+    except Exception:
+        return ""
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Return True if the Hub did not answer, or answered that it cannot now."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if not isinstance(error, HfHubHTTPError):
+        return True
+    return error.response is not None and (
+        error.response.status_code >= 500 or error.response.status_code == 429
+    )
+
+
+def _gated(name: HubName) -> str:
+    page = f"https://huggingface.co/datasets/{name.repository}"
+    return (
+        f"data.files: {name.text!r} is gated: accept its terms on {page} and set the environment variable "
+        "HF_TOKEN to a token of that account"
+    )
+
+
+def _reason(error: Exception, name: HubName) -> str:
+    """Return the message for a failed request."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return _gated(name)
+    if isinstance(error, errors.RevisionNotFoundError):
+        if name.path is None:
+            return (
+                f"data.files: {name.text!r} has no Parquet conversion on the Hub; allowed: its files, "
+                f"hf://datasets/{name.repository}/PATH, such as hf://datasets/{name.repository}/**/*.jsonl"
+            )
+        return f"data.files: {name.text!r} has no revision {name.revision!r}; allowed: {ALLOWED}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"data.files: {name.text!r}: the Hub has no data set {name.repository!r}, or it is private and "
+            "the environment variable HF_TOKEN holds no token for it"
+        )
+    text = str(error).strip() or type(error).__name__
+    reason = f"{type(error).__name__}: {text.splitlines()[0]}"
+    if _is_unreachable(error):
+        return (
+            f"data.files: {name.text!r} cannot be fetched: the Hub cannot be reached ({reason}), and no "
+            "earlier run has downloaded all of its files"
+        )
+    return f"data.files: {name.text!r} cannot be fetched ({reason})"

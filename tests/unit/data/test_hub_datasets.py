@@ -1,0 +1,123 @@
+"""Data sets of the Hub: commits, downloads, runs without network, and each message; against a stub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_core.data import hub_datasets
+from dflash_core.errors import UserError
+from tests.support.hub_stub import StubDataset, StubHub, stub_hub
+
+CONVERTED = "refs/convert/parquet"
+
+
+def chats() -> StubDataset:
+    converted = {f"default/train/{n:04}.parquet": b"PAR1 train %d" % n for n in range(2)}
+    converted["default/test/0000.parquet"] = b"PAR1 test"
+    main = {"README.md": b"# Chats", "data/a.jsonl": b"a\n", "data/b.jsonl": b"b\n", "c.jsonl": b"c\n"}
+    return StubDataset({"main": main, CONVERTED: converted}, card={"license": "apache-2.0"})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    with stub_hub() as stub:
+        monkeypatch.setenv("HF_ENDPOINT", stub.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        stub.datasets["owner/chats"] = chats()
+        yield stub
+
+
+def fetch(name: str, root: Path) -> tuple[list[str], list[bytes], list[str]]:
+    """Return names and contents of the files, and the lines that were said."""
+    said: list[str] = []
+    paths = hub_datasets.fetch(f"hf://datasets/{name}", root, said.append)
+    return [path.name for path in paths], [path.read_bytes() for path in paths], said
+
+
+def test_a_split_is_downloaded_once_and_its_licence_shown_once(hub: StubHub, tmp_path: Path) -> None:
+    names, contents, said = fetch("owner/chats?split=train", tmp_path)
+    assert names == ["chats-default-train-0000.parquet", "chats-default-train-0001.parquet"]
+    assert contents == [b"PAR1 train 0", b"PAR1 train 1"]
+    commit = hub.datasets["owner/chats"].commit(CONVERTED)
+    line = f"hf://datasets/owner/chats?split=train: 2 files at commit {commit[:12]}; licence: apache-2.0"
+    assert said == [line]
+    assert len(hub.downloads()) == 2
+    assert fetch("owner/chats?split=train", tmp_path) == (names, contents, [])
+    assert len(hub.downloads()) == 2
+    assert commit in str(hub_datasets.fetch("hf://datasets/owner/chats?split=train", tmp_path)[0])
+
+
+def test_files_of_the_repository_by_path_directory_glob_and_revision(hub: StubHub, tmp_path: Path) -> None:
+    assert fetch("owner/chats/data/a.jsonl", tmp_path)[1] == [b"a\n"]
+    assert fetch("owner/chats/data", tmp_path)[1] == [b"a\n", b"b\n"]
+    assert fetch("owner/chats/**/*.jsonl", tmp_path)[1] == [b"c\n", b"a\n", b"b\n"]
+    assert fetch("owner/chats@~parquet/default/t*/*.parquet", tmp_path)[1][0] == b"PAR1 test"
+    hub.datasets["owner/chats"].branches["v1"] = {"c.jsonl": b"old\n"}
+    assert fetch("owner/chats@v1/c.jsonl", tmp_path)[1] == [b"old\n"]
+    commit = hub.datasets["owner/chats"].commit("v1")
+    hub.datasets["owner/chats"].branches[commit] = {"c.jsonl": b"old\n"}
+    assert fetch(f"owner/chats@{commit}/c.jsonl", tmp_path)[1] == [b"old\n"]
+
+
+def test_a_new_commit_is_fetched_and_named(hub: StubHub, tmp_path: Path) -> None:
+    fetch("owner/chats/data", tmp_path)
+    before = hub.datasets["owner/chats"].commit("main")
+    hub.datasets["owner/chats"].branches["main"]["data/b.jsonl"] = b"new\n"
+    _, contents, said = fetch("owner/chats/data", tmp_path)
+    assert contents == [b"a\n", b"new\n"]
+    after = hub.datasets["owner/chats"].commit("main")
+    assert f"at commit {after[:12]}, before: {before[:12]}; " in said[0]
+
+
+def test_without_network_the_last_commit_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "owner/chats?split=train"
+    with stub_hub() as stub:
+        monkeypatch.setenv("HF_ENDPOINT", stub.url)
+        stub.datasets["owner/chats"] = chats()
+        names, contents, _ = fetch(name, tmp_path)
+    again = fetch(name, tmp_path)
+    assert again[:2] == (names, contents)
+    assert "no network; commit" in again[2][0]
+    with pytest.raises(UserError, match="the Hub cannot be reached .* no earlier run has downloaded all"):
+        fetch("owner/chats?split=test", tmp_path)
+    commit_directory = hub_datasets.fetch(f"hf://datasets/{name}", tmp_path, list)[0].parent
+    (commit_directory / names[0]).unlink()
+    with pytest.raises(UserError, match="the Hub cannot be reached"):
+        fetch(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("owner/chat", "the Hub has no data set 'owner/chat', or it is private .* HF_TOKEN"),
+        ("owner/chats", "names several splits .* allowed: .split=test, .split=train$"),
+        ("owner/chats?split=dev", "names no split .* allowed: .split=test, .split=train$"),
+        ("owner/chats@v9/c.jsonl", "has no revision 'v9'"),
+        ("owner/chats/d.jsonl", "has no file; its repository holds: c.jsonl, data/a.jsonl, data/b.jsonl"),
+        ("owner/raw?split=train", "no Parquet conversion .* hf://datasets/owner/raw/PATH"),
+        ("owner/gated/a.jsonl", "is gated: accept its terms on https://.*/owner/gated and set .* HF_TOKEN"),
+    ],
+)
+def test_names_that_lead_nowhere(hub: StubHub, tmp_path: Path, name: str, message: str) -> None:
+    hub.datasets["owner/raw"] = StubDataset({"main": {"a.jsonl": b"a\n"}})
+    hub.datasets["owner/gated"] = StubDataset({"main": {"a.jsonl": b"a\n"}}, gated="manual")
+    with pytest.raises(UserError, match=message):
+        hub_datasets.resolve(f"hf://datasets/{name}", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_goes_to_the_hub_and_into_no_message(
+    hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.datasets["owner/gated"] = StubDataset({"main": {"a.jsonl": b"a\n"}}, gated="auto")
+    with pytest.raises(UserError, match="is gated") as failure:
+        fetch("owner/gated/a.jsonl", tmp_path)
+    _, _, said = fetch("owner/chats/c.jsonl", tmp_path)
+    assert "Bearer hf_secret" in hub.tokens
+    written = [path.read_text() for path in tmp_path.rglob("*.json")]
+    assert "hf_secret" not in json.dumps([str(failure.value), said, written, capfd.readouterr()])
