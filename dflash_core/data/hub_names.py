@@ -157,5 +157,5 @@ def local_names(repository: str, files: Sequence[str]) -> list[str]:
         end = match.start() if match else len(text)
         names.append(text[:end].replace(".", "_") + text[end:])
     if len(set(names)) < len(names):
-        names = [f"{bytes_digest(file.encode(), size=4)}-{name}" for file, name in zip(files, names)]
+        names = [f"{bytes_digest(file.encode())[:8]}-{name}" for file, name in zip(files, names)]
     return names
