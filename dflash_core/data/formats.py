@@ -42,6 +42,7 @@ from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
 from dflash_core.data.turns import (
     REASONING_FIELDS,
+    TRAINING_MARKS,
     RowError,
     as_list,
     is_blank,
@@ -164,16 +165,17 @@ class RowReader:
         cut = [i for i in open_ends if messages[i]["role"] == "assistant"]
         if cut:
             self.notes["turns that were cut (their end-of-turn token is not supervised)"] += len(cut)
+        marked = [number for number, turn in enumerate(turns) if not TRAINING_MARKS.isdisjoint(turn)]
         untrained = [
-            i for i, turn in enumerate(turns, start=first) if self._is_untrained(turn, messages[i], i)
+            first + n for n in marked if self._is_untrained(turns[n], n, messages[first + n]["role"])
         ]
         return self._conversation(messages, row, frozenset(cut), untrained)
 
-    def _is_untrained(self, turn: dict[str, Any], message: dict[str, Any], number: int) -> bool:
+    def _is_untrained(self, turn: dict[str, Any], number: int, role: str) -> bool:
         mark = training_mark(turn, number, self.notes)
-        if mark and message["role"] != "assistant":
+        if mark and role != "assistant":
             self.notes["turns of other roles marked to be trained on are not supervised"] += 1
-        return mark is False and message["role"] == "assistant"
+        return mark is False and role == "assistant"
 
     def _conversation(
         self,
@@ -185,8 +187,10 @@ class RowReader:
         """Return the conversation; its blank turns are not supervised, nor are those marked `untrained`."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         blank = [i for i in answers if is_blank(messages[i])]
+        if not blank and not untrained:
+            return Conversation(messages, self._tools(row), open_ends)
         unsupervised = frozenset((*blank, *untrained))
-        if unsupervised and len(unsupervised) < len(answers):
+        if len(unsupervised) < len(answers):
             if untrained:
                 note = "assistant turns marked as not to be trained on are not supervised"
                 self.notes[note] += len(untrained)

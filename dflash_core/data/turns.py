@@ -85,8 +85,6 @@ def training_mark(turn: Mapping[str, Any], number: int, notes: Counter[str]) -> 
     Raises:
         RowError: a mark is neither a number >= 0 nor true or false.
     """
-    if TRAINING_MARKS.isdisjoint(turn):
-        return None
     values = {name: turn[name] for name in sorted(TRAINING_MARKS & turn.keys()) if turn[name] is not None}
     for name, value in values.items():
         if not isinstance(value, bool | int | float) or not 0 <= value < math.inf:
