@@ -48,6 +48,7 @@ from dflash_core.data.turns import (
     is_blank,
     is_columns,
     json_or_none,
+    text_of,
     training_mark,
 )
 
@@ -121,13 +122,13 @@ class RowReader:
             raise RowError("no instruction", f"columns: {', '.join(row)}")
         if output is None:
             raise RowError("no output or response", f"columns: {', '.join(row)}")
-        question = [_text(row.get(name), name) for name in ("instruction", "input")]
+        question = [text_of(row.get(name), name) for name in ("instruction", "input")]
         messages = _system(row)
         for pair in as_list(row.get("history") or [], "history"):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise RowError("wrong shape", "history is not a list of [question, answer]")
-            messages += _exchange(_text(pair[0], "history"), _text(pair[1], "history"))
-        messages += _exchange("\n\n".join(part for part in question if part), _text(output, "output"))
+            messages += _exchange(text_of(pair[0], "history"), text_of(pair[1], "history"))
+        messages += _exchange("\n\n".join(part for part in question if part), text_of(output, "output"))
         self._reasoning(row, messages[-1])
         return self._conversation(messages, row)
 
@@ -140,7 +141,7 @@ class RowReader:
             asked = as_list(prompt, "prompt") if _are_turns(prompt) else [_turn("user", prompt)]
             given = as_list(response, "response") if _are_turns(response) else [_turn("assistant", response)]
             return self._turns({**row, "messages": [*asked, *given]})
-        messages = _system(row) + _exchange(_text(prompt, "prompt"), _text(response, "response"))
+        messages = _system(row) + _exchange(text_of(prompt, "prompt"), text_of(response, "response"))
         self._reasoning(row, messages[-1])
         return self._conversation(messages, row)
 
@@ -229,7 +230,7 @@ class RowReader:
         if not calls and "content" not in turn and "value" not in turn:
             raise RowError("no content", f"turn {number} has {', '.join(map(repr, turn))}")
         content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        message: dict[str, Any] = {"role": role, "content": _text(content, f"turn {number}")}
+        message: dict[str, Any] = {"role": role, "content": text_of(content, f"turn {number}")}
         for key in ("name", "tool_call_id"):
             if turn.get(key) is not None:
                 message[key] = turn[key]
@@ -253,7 +254,7 @@ class RowReader:
         if reasoning is not None and self.config.reasoning == "keep":
             if not self._reasoning_names:
                 raise RowError("reasoning", "data.reasoning is keep and the chat template renders none")
-            message.update(dict.fromkeys(self._reasoning_names, _text(reasoning, "reasoning")))
+            message.update(dict.fromkeys(self._reasoning_names, text_of(reasoning, "reasoning")))
         elif reasoning is not None:
             self.notes["reasoning dropped (data.reasoning: drop)"] += 1
 
@@ -292,32 +293,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return out
 
 
-def _text(content: Any, where: str) -> str:
-    """Return the text of a content: a string, null, or a list of text parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(_part(part, where) for part in content)
-    raise RowError("content is not text", f"{where}: {type(content).__name__}")
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text":
-        text = part.get("text") if part.get("text") is not None else part.get("value")
-        if isinstance(text, str):
-            return text
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise RowError("content part is not text", f"{where}: {kind!r}")
-
-
 def _system(row: Row) -> list[dict[str, Any]]:
     """Return the row's `system` column as a first message."""
     text = row.get("system") if row.get("system") is not None else row.get("system_prompt")
-    return [{"role": "system", "content": _text(text, "system")}] if text else []
+    return [{"role": "system", "content": text_of(text, "system")}] if text else []
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, Any]]:

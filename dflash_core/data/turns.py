@@ -1,4 +1,4 @@
-"""Turns as data sets write them: their containers, and the marks that say which of them are trained on.
+"""Turns as data sets write them: their containers, their text, and the marks that exclude them from training.
 
 A turn is not supervised when one of `TRAINING_MARKS` is false or 0:
 
@@ -99,3 +99,29 @@ def is_blank(message: Mapping[str, Any]) -> bool:
     """Return True if a message holds nothing but white space: no content, tool calls or reasoning."""
     content = message["content"]
     return (not content or content.isspace()) and not any(message.get(name) for name in _CONTENTS)
+
+
+def text_of(content: Any, where: str) -> str:
+    """Return the text of a content: a string, null, or a list of text parts.
+
+    Raises:
+        RowError: the content is anything else; `where` names its place in the message.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part(part, where) for part in content)
+    raise RowError("content is not text", f"{where}: {type(content).__name__}")
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text":
+        text = part.get("text") if part.get("text") is not None else part.get("value")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RowError("content part is not text", f"{where}: {kind!r}")
