@@ -75,7 +75,7 @@ def read_prompts(path: Path, data: DataConfig | None = None, *, limit: int | Non
             break
         if row.value is None:
             continue
-        where = f"evaluation.prompts: {path} line {row.line}"
+        where = f"evaluation.prompts: {path} {row.place}"
         if isinstance(row.value, Rejection):
             raise UserError(f"{where}: {row.value.reason} ({row.value.detail})")
         prompts.append(_prompt(renamed(row.value, data.columns), reader, where))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import json
 import random
 from pathlib import Path
@@ -16,22 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.config import DataConfig
+from dflash_core.data import format_detection, formats
 from dflash_core.data import ingest as ingest_module
-from dflash_core.data.chat import Sample
+from dflash_core.data.chat import ChatEncoder, Sample
 from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
 from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
-
-Row = dict[str, Any]
-
-
-def chat(question: str, answer: str | None) -> Row:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def lines(rows: list[Row]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+from tests.support.row_files import chat, lines, write_rows
 
 
 def ingest(path: Path, content: bytes | None = None, **settings_: Any) -> tuple[dict[str, Any], Path]:
@@ -42,8 +36,8 @@ def ingest(path: Path, content: bytes | None = None, **settings_: Any) -> tuple[
     return ingest_file(path, config, small_tokenizer(), out, mask_token_id=MASK_TOKEN_ID), out
 
 
-def rejects_of(shard: Path) -> list[tuple[int, str]]:
-    return [(r["line"], r["reason"]) for r in pq.read_table(shard / "rejects.parquet").to_pylist()]
+def rejects_of(shard: Path, place: str = "line") -> list[tuple[int, str]]:
+    return [(r[place], r["reason"]) for r in pq.read_table(shard / "rejects.parquet").to_pylist()]
 
 
 def test_counts_and_lines_of_a_dirty_file(tmp_path: Path) -> None:
@@ -193,10 +187,8 @@ def test_too_many_rejected_rows_fail_with_the_reasons(tmp_path: Path) -> None:
             b"once upon a time\nthere was\n",
             "no rows that are objects.*; line 1: invalid JSON .*; allowed: one JSON",
         ),
-        (
-            json.dumps(chat("q", "yes"), indent=1).encode(),
-            "line 1: invalid JSON .*allowed: one JSON object per line",
-        ),
+        (b'{\n "a": 1,\n "b": nope\n}', "line 1: invalid JSON .*allowed: one JSON object per line"),
+        (json.dumps({"data": [chat("q", "yes")]}, indent=1).encode(), "columns seen: data"),
         (lines([chat("q", "yes")["messages"]] * 2), "line 1: not a JSON object"),
         (
             lines([{"messages": [{"role": "user", "content": "q"}]}] * 50),
@@ -225,7 +217,7 @@ def test_pretokenised_parquet(tmp_path: Path) -> None:
     manifest, shard = ingest(tmp_path / "x.parquet")
     assert manifest["meta"]["format"] == "tokenised"
     assert TokenStore.open([shard]).token_ids(0).tolist() == [20, 21, 22]
-    assert rejects_of(shard) == [
+    assert rejects_of(shard, "element") == [
         (2, "wrong shape"),
         (3, "mask token in data"),
         (4, "token outside the vocabulary"),
@@ -288,6 +280,61 @@ def test_the_same_rows_in_any_container_give_the_same_samples(tmp_path: Path) ->
     stores = [TokenStore.open([shard]) for shard in shards]
     for store in stores:
         assert [store.sample_id(i) for i in range(20)] == [stores[0].sample_id(i) for i in range(20)]
+
+
+def test_what_cannot_fit_is_not_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 MB of text took 8 GB, only to be rejected as over length."""
+    encoded: list[int] = []
+    tokenise = ChatEncoder.tokenise
+
+    def counted(encoder: ChatEncoder, rendered: Any) -> Any:
+        encoded.extend(len(text.text) for text in rendered)
+        return tokenise(encoder, rendered)
+
+    monkeypatch.setattr(ChatEncoder, "tokenise", counted)
+    rows = [
+        chat("q", "yes"),
+        chat("q", "w" * 3_000_000),
+        chat("<|im_end|>", "w " * 3_000_000),
+        chat("p", "yes"),
+    ]
+    for name in ("x.jsonl", "x.json", "x.parquet"):
+        path, _ = write_rows(tmp_path / name, rows)
+        for over_length in ("reject", "truncate_last_turn"):
+            manifest, shard = ingest(path, over_length=over_length)
+            assert manifest["rejects"] == {"over length": 2}
+            example = manifest["reject_examples"]["over length"][0]
+            assert "3000119 bytes; 3072 tokens hold at most 43008" in example
+            assert len(TokenStore.open([shard])) == 2
+    assert max(encoded) < 1000
+
+
+def test_the_place_of_a_reject_is_that_of_its_container(tmp_path: Path) -> None:
+    rows = [chat("q", "yes"), {"messages": [{"role": "user"}]}, chat("q", "yes")]
+    places = {"x.jsonl": (2, None), "x.json": (1, 2), "x.parquet": (None, 2)}
+    texts = {"x.jsonl": "line 2: turn 0", "x.json": "line 1, element 2: turn 0", "x.parquet": "row 2: "}
+    for name, place in places.items():
+        path, _ = write_rows(tmp_path / name, rows)
+        manifest, shard = ingest(path)
+        [row] = pq.read_table(shard / "rejects.parquet").to_pylist()
+        assert (row["line"], row["element"]) == place
+        assert next(iter(manifest["reject_examples"].values()))[0].startswith(texts[name])
+
+
+def test_every_column_that_the_code_names_is_read() -> None:
+    """Each text by which `row[...]` or `row.get(...)` is read in the formats and their detection."""
+    names = set()
+    for module in (formats, format_detection):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            key = None
+            if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "row":
+                key = node.slice
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "row.get":
+                key = node.args[0]
+            if isinstance(key, ast.Constant):
+                names.add(key.value)
+    assert {"tools", "rejection", "input_ids", "history"} <= names
+    assert names <= ingest_module.READ_COLUMNS
 
 
 def test_key_fields_hold_the_template_by_content(tmp_path: Path) -> None:
