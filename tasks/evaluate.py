@@ -15,6 +15,7 @@ from dflash_core.config import DataConfig, EvaluationConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
+from dflash_core.files import content_digest
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
 
@@ -93,7 +94,8 @@ def evaluate_drafter(
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
-    report["chat_template_digest"] = chat_template_digest  # null: the target's own template
+    # null: the target's own template, without arguments
+    report["chat_template_digest"] = chat_template_digest
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
@@ -116,7 +118,7 @@ def evaluation_key_inputs(
     """Return the inputs of the stage that decide its result.
 
     Args:
-        data: the rules by which prompt files are read and rendered.
+        data: the rules by which prompt files are read, and rendered with the chat template.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -126,14 +128,22 @@ def evaluation_key_inputs(
         raise UserError(
             f"drafter: {str(drafter_directory)!r} holds no exported drafter; allowed: a run or its drafter/"
         )
-    settings, template = asdict(config), data.chat_template
+    settings = asdict(config)
     del settings["prompts"]
     return {
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
         # Prompts of the validation samples are tokens already.
-        "chat_template_digest": digests.of(Path(template)) if template and config.prompts else None,
+        "chat_template_digest": _template_digest(data, digests) if config.prompts else None,
         "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
         **settings,
     }
+
+
+def _template_digest(data: DataConfig, digests: FileDigests) -> str | None:
+    """Return the digest of what renders prompts besides the target's own template; None where that is all."""
+    own = digests.of(Path(data.chat_template)) if data.chat_template else None
+    if not data.template_arguments and data.template_date == DataConfig.template_date:
+        return own
+    return content_digest([own, data.template_arguments, data.template_date])

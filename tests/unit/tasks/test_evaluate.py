@@ -24,13 +24,17 @@ def test_the_template_and_columns_that_render_prompt_files_decide_an_evaluation(
             digests=FileDigests(tmp_path),
         )
 
-    def digest(template: str | None, *prompts: str) -> object:
-        return inputs(template, *prompts)["chat_template_digest"]
+    def digest(template: str | None, *prompts: str, **rules: Any) -> object:
+        return inputs(template, *prompts, **rules)["chat_template_digest"]
 
     assert digest("a.jinja", "p.jsonl") != digest("b.jinja", "p.jsonl")
     assert digest(None, "p.jsonl") is None
+    with_arguments = digest(None, "p.jsonl", template_arguments={"enable_thinking": False})
+    assert with_arguments not in (None, digest(None, "p.jsonl", template_arguments={"enable_thinking": True}))
+    assert digest(None, "p.jsonl", template_date="2026-02-03") not in (None, with_arguments)
     # Prompts of the validation samples are tokens already.
     assert digest("a.jinja") is None
     mapped = {"columns": {"prompt": "task"}}
     assert inputs(None, "p.jsonl", **mapped) != inputs(None, "p.jsonl")
     assert inputs(None, **mapped) == inputs(None)
+    assert digest("a.jinja", template_arguments={"enable_thinking": False}) is None
