@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[tuple(STRATEGIES)]
 DType = Literal["auto", "bfloat16", "float32"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"]
+DataFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "regenerated", "stdlib"
+]
 ROLES = ("system", "user", "assistant", "tool")
 # variables of a chat template that a rendering sets itself
 RESERVED_ARGUMENTS = (
@@ -51,6 +53,15 @@ PROMPT_COLUMNS = ("turns", "problem", "text")
 def execution_field(default: Any) -> Any:
     """Declare a setting that is not part of the run key and may change on resume."""
     return field(default=default, metadata={"execution": True})
+
+
+def optional_field(**default: Any) -> Any:
+    """Declare a setting that is part of a key only where it differs from its default.
+
+    Args:
+        default: `default` or `default_factory`, as for a field.
+    """
+    return field(**default, metadata={"optional": True})
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -108,9 +119,9 @@ class DataConfig:
     # a Jinja file; None: the tokenizer's own
     chat_template: str | None = None
     # variables of the chat template, JSON values: {"enable_thinking": false}
-    template_arguments: dict[str, Any] = field(default_factory=dict)
+    template_arguments: dict[str, Any] = optional_field(default_factory=dict)
     # the day, as YYYY-MM-DD, that templates get which print today's date
-    template_date: str = "2025-01-01"
+    template_date: str = optional_field(default="2025-01-01")
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
@@ -156,6 +167,11 @@ def _check_template(arguments: dict[str, Any], date: str) -> None:
     except ValueError:
         is_date = False
     _require(is_date, "data.template_date", date, "a day as YYYY-MM-DD")
+
+
+def regenerated_data(data: DataConfig) -> DataConfig:
+    """Return the settings for reading regenerated files, whose format is always the same."""
+    return dataclasses.replace(data, format="regenerated", columns={}, roles={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -470,9 +486,17 @@ def decisive(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             if inner := decisive(value):
                 out[f.name] = inner
-        elif not f.metadata.get("execution"):
+        elif not f.metadata.get("execution") and not _is_left_out(f, value):
             out[f.name] = _json_value(value)
     return out
+
+
+def _is_left_out(f: dataclasses.Field[Any], value: Any) -> bool:
+    """Return True for an optional field (see `optional_field`) with its default."""
+    if not f.metadata.get("optional"):
+        return False
+    has_value = f.default_factory is dataclasses.MISSING
+    return bool(value == (f.default if has_value else typing.cast(Any, f.default_factory)()))
 
 
 def from_dict(cls: type, values: dict[str, Any], prefix: str = "") -> Any:

@@ -70,6 +70,7 @@ def evaluate_drafter(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from dflash_core.data.chat import load_tokenizer
     from dflash_core.decoding.evaluate import decode_all
     from dflash_core.decoding.prompt_sets import PromptSets
     from dflash_core.decoding.sampling import Sampling
@@ -89,6 +90,8 @@ def evaluate_drafter(
         trust_remote_code=inputs.trust_remote_code,
         device_map=inputs.device_map,
     )
+    tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
+    target.end_answers(tokenizer, inputs.data)
     sets = PromptSets([prompt_set["name"] for prompt_set in prompt_sets], num_prompts, inputs)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
@@ -118,7 +121,8 @@ def evaluation_key_inputs(
     """Return the inputs of the stage that decide its result.
 
     Args:
-        data: the rules by which prompt files are read, and rendered with the chat template.
+        data: the rules by which prompt files are read, and its settings of the chat template, which renders
+            prompts and defines where answers end.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -134,8 +138,7 @@ def evaluation_key_inputs(
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
-        # Prompts of the validation samples are tokens already.
-        "chat_template_digest": _template_digest(data, digests) if config.prompts else None,
+        "chat_template_digest": _template_digest(data, digests),
         "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
         **settings,
     }

@@ -32,9 +32,8 @@ def test_the_template_and_columns_that_render_prompt_files_decide_an_evaluation(
     with_arguments = digest(None, "p.jsonl", template_arguments={"enable_thinking": False})
     assert with_arguments not in (None, digest(None, "p.jsonl", template_arguments={"enable_thinking": True}))
     assert digest(None, "p.jsonl", template_date="2026-02-03") not in (None, with_arguments)
-    # Prompts of the validation samples are tokens already.
-    assert digest("a.jinja") is None
+    # It also says where an answer ends, whatever the prompts are.
+    assert digest("a.jinja") == digest("a.jinja", "p.jsonl")
     mapped = {"columns": {"prompt": "task"}}
     assert inputs(None, "p.jsonl", **mapped) != inputs(None, "p.jsonl")
     assert inputs(None, **mapped) == inputs(None)
-    assert digest("a.jinja", template_arguments={"enable_thinking": False}) is None
