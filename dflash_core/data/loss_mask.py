@@ -20,14 +20,14 @@ from dflash_core.data.template import Span, TemplateError
 
 
 def supervised_turns(
-    turns: list[Span], messages: Sequence[Mapping[str, Any]], unsupervised: frozenset[int]
+    turns: Sequence[Span | None], messages: Sequence[Mapping[str, Any]], unsupervised: frozenset[int]
 ) -> list[Span]:
     """Return the rendered turns without those of the messages `unsupervised`.
 
     Assistant turns of the messages 1, 3 and 5, of which 3 is unsupervised: the first and last turn.
 
     Args:
-        turns: of all assistant messages in order, or of the last one alone.
+        turns: of all assistant messages in order, or of the last one alone; None where none was found.
         messages: the conversation.
         unsupervised: indices of assistant messages.
 
@@ -41,9 +41,11 @@ def supervised_turns(
     if len(turns) not in (1, len(numbers)):
         detail = f"{len(turns)} turns of {len(numbers)} are rendered"
         raise TemplateError("unsupervised turn not found", detail)
-    kept = [turn for number, turn in zip(numbers[-len(turns) :], turns) if number not in unsupervised]
+    numbered = zip(numbers[-len(turns) :], turns)
+    kept = [turn for number, turn in numbered if turn is not None and number not in unsupervised]
     if not kept:
-        raise TemplateError("no supervised turn", "the last turn is blank, or marked as not to be trained on")
+        detail = "each turn that was found is blank, or marked as not to be trained on"
+        raise TemplateError("no supervised turn", detail)
     return kept
 
 
