@@ -13,6 +13,7 @@ from flows.runtime.deployments import PreviewOptions
 from flows.runtime.entry import run_flow
 from tasks import preview
 from tasks.reporting import tables
+from tasks.storage.pointers import target_directory
 
 
 @run_flow("preview-data")
@@ -23,7 +24,7 @@ def preview_data(config: RunConfig, options: PreviewOptions) -> dict[str, object
     steps.check_options(options)
     target = steps.prepare_target(config, options)
     dataset = steps.ingest_all(config, options, target)
-    directory = str(steps.target_directory(config, target))
+    directory = str(target_directory(config, target))
     tokenizer = load_tokenizer(directory, trust_remote_code=config.target.trust_remote_code)
     tables.print_table(f"{config.deployment}: data", preview.file_rows(dataset.pointers))
     rows = preview.show_samples(steps.open_store(config, dataset), tokenizer, config, options.limit)

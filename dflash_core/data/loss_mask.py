@@ -34,8 +34,7 @@ def supervised_turns(
     Assistant turns of the messages 1, 3 and 5, of which 3 is unsupervised: the first and last turn.
 
     Args:
-        turns: of all assistant messages in order, or of the last one alone; None for a turn that cannot be
-            supervised.
+        turns: of all assistant messages in order, or of the last one alone; None where none was found.
         messages: the conversation.
         unsupervised: indices of assistant messages.
 
@@ -51,11 +50,12 @@ def supervised_turns(
     if len(turns) not in (1, len(numbers)):
         detail = f"{len(turns)} turns of {len(numbers)} are rendered"
         raise TemplateError("unsupervised turn not found", detail)
-    pairs = zip(numbers[-len(turns) :], turns)
-    supervised = [turn for number, turn in pairs if turn is not None and number not in unsupervised]
-    if not supervised:
-        raise TemplateError("no supervised turn", "the last turn is blank, or marked as not to be trained on")
-    return supervised
+    numbered = zip(numbers[-len(turns) :], turns)
+    kept = [turn for number, turn in numbered if turn is not None and number not in unsupervised]
+    if not kept:
+        detail = "each turn that was found is blank, or marked as not to be trained on"
+        raise TemplateError("no supervised turn", detail)
+    return kept
 
 
 def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:

@@ -16,6 +16,7 @@ TURNS = [(1, 2), (3, 4), (5, 6)]
 def test_unsupervised_turns_are_dropped_by_the_number_of_their_message() -> None:
     assert supervised_turns(TURNS, MESSAGES, frozenset({3})) == [(1, 2), (5, 6)]
     assert supervised_turns(TURNS, MESSAGES, frozenset({1, 5})) == [(3, 4)]
+    assert supervised_turns([None, *TURNS[1:]], MESSAGES, frozenset({3})) == [(5, 6)]
     # A template that rewrites earlier turns leaves the last one.
     assert supervised_turns(TURNS[2:], MESSAGES, frozenset({1, 3})) == [(5, 6)]
 
