@@ -60,7 +60,7 @@ def write_corpus(path: Path, *, rows: int | None = None, megabytes: int | None =
 def rendered_rows(path: Path, encoder: ChatEncoder) -> list[Rendered]:
     rows = [row.value for row in read_rows(path)]
     name = detect_format([row for row in rows[:100] if isinstance(row, dict)], CONFIG, source=str(path))
-    reader = RowReader(name, CONFIG, reads=encoder.template.reads, notes=Counter())
+    reader = RowReader(name, CONFIG, reads=encoder.reads, notes=Counter())
     conversations = [reader.read(row) for row in rows if isinstance(row, dict)]
     rendered = [encoder.render(c) for c in conversations if isinstance(c, Conversation)]
     return [r for r in rendered if isinstance(r, Rendered)]

@@ -12,6 +12,8 @@ Every class raises `UserError` with the field, the value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 import types
 import typing
 from dataclasses import dataclass, field, fields
@@ -27,6 +29,15 @@ else:
 DType = Literal["auto", "bfloat16", "float32"]
 DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"]
 ROLES = ("system", "user", "assistant", "tool")
+# variables of a chat template that a rendering sets itself
+RESERVED_ARGUMENTS = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "strftime_now",
+    "raise_exception",
+)
 # columns that the formats read, see dflash_core/data/formats.py
 DATA_COLUMNS = (
     *("messages", "conversations", "conversation", "tools", "system", "system_prompt", "history"),
@@ -93,6 +104,10 @@ class DataConfig:
     reasoning: Literal["keep", "drop"] = "drop"
     # a Jinja file; None: the tokenizer's own
     chat_template: str | None = None
+    # variables of the chat template, JSON values: {"enable_thinking": false}
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    # the day, as YYYY-MM-DD, that templates get which print today's date
+    template_date: str = "2025-01-01"
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
@@ -110,10 +125,27 @@ class DataConfig:
         _require(0 <= self.max_reject_share <= 1, "data.max_reject_share", self.max_reject_share, "0 to 1")
         _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
         _at_least(self, "data", 1, "min_validation_samples")
+        _check_template(self.template_arguments, self.template_date)
         for column in self.columns:
             _require(column in DATA_COLUMNS, "data.columns", column, ", ".join(DATA_COLUMNS))
         for role, mapped in self.roles.items():
             _require(mapped in ROLES, f"data.roles.{role}", mapped, ", ".join(ROLES))
+
+
+def _check_template(arguments: dict[str, Any], date: str) -> None:
+    """Raise `UserError` for template arguments that are not JSON or not free, and for a wrong date."""
+    for name, value in arguments.items():
+        is_free = name.isidentifier() and name not in RESERVED_ARGUMENTS
+        _require(is_free, "data.template_arguments", name, f"names except {', '.join(RESERVED_ARGUMENTS)}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            _require(False, f"data.template_arguments.{name}", value, "a JSON value")
+    try:
+        is_date = datetime.date.fromisoformat(date).isoformat() == date
+    except ValueError:
+        is_date = False
+    _require(is_date, "data.template_date", date, "a day as YYYY-MM-DD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,6 +485,8 @@ def from_dict(cls: type, values: dict[str, Any], prefix: str = "") -> Any:
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
     """Check `value` (JSON types) against a field's type and return it in that type."""
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, f"{name}.")

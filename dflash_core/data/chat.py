@@ -23,10 +23,10 @@ Shape letter: S tokens of one sample.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,16 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from dflash_core.config import DataConfig
-from dflash_core.data.loss_mask import bytes_of_tokens, mask_by_bytes, mask_by_offsets
+from dflash_core.data.control_strings import BREAK_PATTERN, BREAKS, break_strings, find_strings
+from dflash_core.data.loss_mask import bytes_of_tokens, lies_inside, mask_by_bytes, mask_by_offsets, strippers
+from dflash_core.data.named_templates import DEFAULT, TOOL_USE, load_templates
 from dflash_core.data.template import ChatTemplate, Span, TemplateError
 from dflash_core.errors import UserError
 
-# Noncharacters of Unicode, which interchanged text never contains.
-_BREAKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-_BREAK_PATTERN = re.compile("[\ufdd0-\ufdef]")
-# Keys of messages that need no search for control strings.
-_PLAIN_KEYS = {"role", "content"}
+# White space that an added token swallows, by its flags lstrip and rstrip: that of Unicode.
+_BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    map(chr, range(0x2000, 0x200B))
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ChatEncoder:
 
     Args:
         tokenizer: a transformers tokenizer with a Rust backend.
-        config: `chat_template` and `rewritten_history` are read.
+        config: `chat_template`, `template_arguments`, `template_date` and `rewritten_history` are read.
         mask_token_id: the drafter's mask token, which must not occur in data; None: not checked.
 
     Raises:
@@ -99,6 +100,7 @@ class ChatEncoder:
     tokenizer: Any
     config: DataConfig
     mask_token_id: int | None
+    # The default template; `template_for` returns that of a conversation.
     template: ChatTemplate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,21 +109,66 @@ class ChatEncoder:
             raise UserError(
                 f"target: tokenizer {type(self.tokenizer).__name__} has no Rust backend (tokenizer.json)"
             )
-        text = load_template(self.tokenizer, self.config)
+        texts = load_templates(self.tokenizer, self.config)
         self._specification = backend.to_str()
         self._encoder = self._make_encoder()
         self._plain_encoders: dict[str, Tokenizer] = {}
         self._num_bytes = bytes_of_tokens(self._encoder)
+        self._strippers = strippers(self._encoder)
+        self._added = self._encoder.get_added_tokens_decoder()
         self._control_ids = {
             token.content: token_id
-            for token_id, token in self._encoder.get_added_tokens_decoder().items()
+            for token_id, token in self._added.items()
             if token.special or token_id == self.mask_token_id
         }
+        self._templates = {name: self._make_template(text) for name, text in texts.items()}
+        self.template = self._templates[DEFAULT]
+        ends = {template.end_of_turn for template in self._templates.values()}
+        self._control_ids |= {t.content: i for i, t in self._added.items() if t.content in ends}
         self._mask_text = next((t for t, i in self._control_ids.items() if i == self.mask_token_id), None)
         controls = sorted(self._control_ids, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
+
+    def _make_template(self, text: str) -> ChatTemplate:
+        controls = sorted(self._control_ids, key=len, reverse=True)
+        # Some tokenizers add words and runs of spaces, which end no turn.
+        others = {t.content for t in self._added.values() if re.search(r"[^\w\s]", t.content)}
         names = dict(self.tokenizer.special_tokens_map)
-        self.template = ChatTemplate(text, names, controls, self.config.rewritten_history)
+        config = self.config
+        return ChatTemplate(
+            text,
+            names,
+            controls,
+            config.rewritten_history,
+            added=sorted(others - self._control_ids.keys()),
+            arguments=config.template_arguments,
+            date=config.template_date,
+        )
+
+    def template_for(self, tools: object) -> ChatTemplate:
+        """Return the template of a conversation with these tools: `tool_use`, where the tokenizer has one."""
+        return self.template if tools is None else self._templates.get(TOOL_USE, self.template)
+
+    def reads(self, name: str) -> bool:
+        """Return True if one of the templates mentions a field, e.g. `tool_calls`."""
+        return any(template.reads(name) for template in self._templates.values())
+
+    @property
+    def template_text(self) -> str:
+        """Everything that decides the rendering of a conversation, for digests.
+
+        The template's text alone where there is nothing else: named templates, arguments, another date.
+        """
+        config, texts = self.config, {name: t.text for name, t in self._templates.items()}
+        is_plain = not config.template_arguments and config.template_date == DataConfig.template_date
+        if is_plain and len(texts) == 1:
+            return texts[DEFAULT]
+        return json.dumps([texts, config.template_arguments, config.template_date], sort_keys=True)
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """The token that the template writes after an answer; None if it writes none."""
+        return self._control_ids.get(self.template.end_of_turn or "")
 
     def _make_encoder(self) -> Tokenizer:
         """Return a tokenizer without post-processor: templates write BOS, and offsets keep leading spaces."""
@@ -138,9 +185,13 @@ class ChatEncoder:
             if isinstance(parts, Rejection):
                 return parts
             messages, tools, broken = parts
-            text, turns, notes = self.template.render(messages, tools)
+            template = self.template_for(tools)
+            if len(self._templates) > 1 and not template.reads("tool_calls") and _has_calls(messages):
+                return Rejection("tool call", "the chat template of this row renders no tool_calls")
+            text, found, notes = template.render(messages, tools)
             if conversation.open_ends:
-                turns = self._with_open_ends(text, turns, conversation)
+                found = self._with_open_ends(text, found, conversation)
+            turns = [turn for turn in found if turn is not None]
             if not text.isascii():
                 text.encode()
         except TemplateError as error:
@@ -152,7 +203,9 @@ class ChatEncoder:
             return Rejection("rejected by the chat template", f"{type(error).__name__}: {error}")
         return Rendered(text, turns, broken, notes)
 
-    def _with_open_ends(self, text: str, turns: list[Span], conversation: Conversation) -> list[Span]:
+    def _with_open_ends(
+        self, text: str, turns: list[Span | None], conversation: Conversation
+    ) -> list[Span | None]:
         """Return the turns, with the ends of cut turns removed. The only place that handles cut turns.
 
         Raises:
@@ -163,23 +216,23 @@ class ChatEncoder:
         if len(turns) not in (1, len(numbers)):
             raise TemplateError("cut turn not found", f"{len(turns)} turns of {len(numbers)} are rendered")
         return [
-            self.template.open_end(text, turn) if number in conversation.open_ends else turn
+            self.template.ends.open_end(text, turn) if turn and number in conversation.open_ends else turn
             for number, turn in zip(numbers[-len(turns) :], turns)
         ]
 
     def _break_controls(self, messages: Any, tools: Any) -> tuple[Any, Any, str | None] | Rejection:
         """Return messages and tools with control strings broken, and the character used for it, if any."""
-        controls = _find_strings([messages, tools], self._controls)
+        controls = find_strings([messages, tools], self._controls)
         if not controls:
             return messages, tools, None
         if self._mask_text in controls:
             return Rejection("mask token in data", f"the text {self._mask_text!r}")
-        used = _find_strings([messages, tools], _BREAK_PATTERN)
-        broken = next((character for character in _BREAKS if character not in used), None)
+        used = find_strings([messages, tools], BREAK_PATTERN)
+        broken = next((character for character in BREAKS if character not in used), None)
         if broken is None:
             return Rejection("control strings together with all noncharacters U+FDD0 to U+FDEF")
-        messages, tools = _break_strings([messages, tools], self._controls, broken)
-        if remaining := _find_strings([messages, tools], self._controls):
+        messages, tools = break_strings([messages, tools], self._controls, broken)
+        if remaining := find_strings([messages, tools], self._controls):
             return Rejection("control string that cannot be written as text", ", ".join(sorted(remaining)))
         return messages, tools, broken
 
@@ -192,7 +245,7 @@ class ChatEncoder:
             if isinstance(parts, Rejection):
                 return parts
             messages, tools, broken = parts
-            rendered = Rendered(self.template.render_prompt(messages, tools), [], broken)
+            rendered = Rendered(self.template_for(tools).render_prompt(messages, tools), [], broken)
             sample = self.encode([rendered])[0]
         except Exception as error:
             # Templates are third-party programs that may raise any exception.
@@ -227,17 +280,16 @@ class ChatEncoder:
                 # The given encoding has no offsets.
                 encoding = self._encoder.encode(rendered.text, add_special_tokens=False)
         if loss_mask is None:
-            loss_mask = mask_by_offsets(encoding, rendered.turns)
+            loss_mask = mask_by_offsets(encoding, rendered.text, rendered.turns, self._strippers)
         return self._checked(token_ids, loss_mask, rendered)
 
     def _broken_sample(self, rendered: Rendered, broken: str) -> Sample | Rejection:
         """Encode the text between the template's control tokens as plain text, without `broken`."""
         plain_encoder = self._plain_encoder(broken)
         token_ids: list[int] = []
-        loss_mask: list[int] = []
-
-        def inside(start: int, end: int) -> int:
-            return int(any(s <= start and end <= e for s, e in rendered.turns))
+        # Characters of each token, in the rendered text.
+        starts: list[int] = []
+        ends: list[int] = []
 
         def plain(start: int, end: int) -> None:
             piece = rendered.text[start:end]
@@ -247,20 +299,26 @@ class ChatEncoder:
             unbroken = broken * first + piece.replace(broken, "")
             encoding = plain_encoder.encode(unbroken, add_special_tokens=False)
             token_ids.extend(encoding.ids[first:])
-            loss_mask.extend(
-                inside(positions[a - first], positions[b - 1 - first] + 1) if b > a else 0
-                for a, b in encoding.offsets[first:]
-            )
+            for a, b in encoding.offsets[first:]:
+                starts.append(positions[a - first] if a - first < len(positions) else end)
+                ends.append(positions[b - 1 - first] + 1 if b > a else starts[-1])
 
         position = 0
         for match in self._controls.finditer(rendered.text):
-            plain(position, match.start())
+            token = self._added[self._control_ids[match.group()]]
+            end = match.start()
+            if token.lstrip:
+                end = position + len(rendered.text[position:end].rstrip(_BLANKS))
+            plain(position, end)
             token_ids.append(self._control_ids[match.group()])
-            loss_mask.append(inside(*match.span()))
+            starts.append(match.start())
+            ends.append(match.end())
             position = match.end()
+            while token.rstrip and position < len(rendered.text) and rendered.text[position] in _BLANKS:
+                position += 1
         plain(position, len(rendered.text))
-        ids, mask = np.array(token_ids, dtype=np.int32), np.array(loss_mask, dtype=np.uint8)
-        return self._checked(ids, mask, rendered)
+        loss_mask = lies_inside(np.array(starts), np.array(ends), rendered.turns)
+        return self._checked(np.array(token_ids, dtype=np.int32), loss_mask, rendered)
 
     def _plain_encoder(self, broken: str) -> Tokenizer:
         """Return an encoder whose only control token is `broken`; all control strings are plain text."""
@@ -287,47 +345,5 @@ def load_tokenizer(directory: str, *, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
-def load_template(tokenizer: Any, config: DataConfig) -> str:
-    """Return the text of the chat template: the file `data.chat_template`, else the tokenizer's own.
-
-    Raises:
-        UserError: the file cannot be read, or the tokenizer has no template.
-    """
-    if config.chat_template is None:
-        if not tokenizer.chat_template:
-            raise UserError("data.chat_template: the tokenizer has no chat template; allowed: a Jinja file")
-        return tokenizer.get_chat_template()
-    try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template: {config.chat_template!r} cannot be read: {error}") from error
-
-
-def _find_strings(value: Any, pattern: re.Pattern[str]) -> set[str]:
-    """Return all matches of a pattern in the strings of a nested value, keys included."""
-    matches: set[str] = set()
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            if pattern.search(value):
-                matches.update(pattern.findall(value))
-        elif isinstance(value, dict):
-            stack += value.values()
-            stack += value.keys() - _PLAIN_KEYS
-        elif isinstance(value, list | tuple):
-            stack += value
-    return matches
-
-
-def _break_strings(value: Any, pattern: re.Pattern[str], broken: str) -> Any:
-    """Return the value with `broken` inserted after the first character of each match."""
-    if isinstance(value, str):
-        return pattern.sub(lambda match: match.group()[0] + broken + match.group()[1:], value)
-    if isinstance(value, dict):
-        return {
-            _break_strings(k, pattern, broken): _break_strings(v, pattern, broken) for k, v in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_break_strings(item, pattern, broken) for item in value]
-    return value
+def _has_calls(messages: list[dict[str, Any]]) -> bool:
+    return any(message.get("tool_calls") for message in messages)

@@ -21,10 +21,11 @@ import numpy as np
 from dflash_core.anchors import eligible_positions
 from dflash_core.config import DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
-from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, load_template
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample
 from dflash_core.data.containers import RawRow, read_rows
 from dflash_core.data.format_detection import ACCEPTED, detect_format
 from dflash_core.data.formats import RowReader, Tokens
+from dflash_core.data.named_templates import read_template
 from dflash_core.data.shard_writer import ShardWriter
 from dflash_core.errors import UserError
 
@@ -70,7 +71,7 @@ def ingest_file(
     content = stdlib_corpus.corpus_digest() if is_stdlib else content_digest(Path(path))
     meta = {
         "source": source,
-        "template_digest": _digest(encoder.template.text),
+        "template_digest": _digest(encoder.template_text),
         "rules": ingest_key_fields(config),
     }
     with ShardWriter(
@@ -81,7 +82,7 @@ def ingest_file(
     ) as writer:
         format_name, rows = open_rows(path, config)
         meta["format"] = format_name
-        reader = RowReader(format_name, config, reads=encoder.template.reads, notes=writer.notes)
+        reader = RowReader(format_name, config, reads=encoder.reads, notes=writer.notes)
         items = _rendered(rows, reader, encoder, writer, len(tokenizer))
         for item in _encoded(items, encoder, lambda: progress and progress(writer.num_rows)):
             _store(item, writer, config, source)
@@ -280,7 +281,7 @@ def ingest_key_fields(config: DataConfig) -> dict[str, Any]:
     """
     fields = {name: value for name, value in to_dict(config).items() if name not in _NOT_INGEST}
     if config.chat_template is not None:
-        fields["chat_template"] = _digest(load_template(None, config))
+        fields["chat_template"] = _digest(read_template(config.chat_template))
     return fields
 
 

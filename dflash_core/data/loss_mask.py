@@ -3,20 +3,26 @@
 A token is supervised when all of its characters lie inside a turn. Two ways give the same mask: by the byte
 lengths of tokens, for byte-level tokenizers, and by the offsets that the tokenizer returns, for all others.
 
+An added token may swallow white space next to it (`lstrip`, `rstrip`): `<|end|>\\n` is one token. It counts
+by its own characters, so the end of a turn stays supervised.
+
+Turns are given in order and do not overlap; both ways take time that is linear in the text.
+
 Shape letter: S tokens of one sample.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from dflash_core.data.template import Span
+from dflash_core.data.turn_end import Span
 
 
 def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:
@@ -31,6 +37,8 @@ def bytes_of_tokens(encoder: Tokenizer) -> NDArray[np.int32] | None:
     levels = [part for part in parts if part.get("type") == "ByteLevel"]
     plain = specification["normalizer"] is None and specification["model"].get("type") == "BPE"
     if not plain or len(levels) != 1 or levels[0].get("add_prefix_space"):
+        return None
+    if strippers(encoder):
         return None
     vocabulary = encoder.get_vocab(with_added_tokens=True)
     num_bytes = np.zeros(max(vocabulary.values()) + 1, dtype=np.int32)
@@ -54,37 +62,59 @@ def mask_by_bytes(
         return None
     starts = ends - num_bytes[token_ids]
     loss_mask = np.zeros(len(token_ids), dtype=np.uint8)
-    for turn in turns:
-        start, end = turn if is_ascii else (len(text[:border].encode()) for border in turn)
+    for start, end in turns if is_ascii else _in_bytes(text, turns):
         loss_mask[np.searchsorted(starts, start) : np.searchsorted(ends, end, side="right")] = 1
     return loss_mask
 
 
-def mask_by_offsets(encoding: Any, turns: Sequence[Span]) -> NDArray[np.uint8]:
-    """Return the loss mask, uint8 [S], of an encoding with offsets."""
-    loss_mask = np.zeros(len(encoding), dtype=np.uint8)
-    for start, end in turns:
-        loss_mask[slice(*token_range(encoding, start, end))] = 1
-    return loss_mask
+def _in_bytes(text: str, turns: Sequence[Span]) -> Iterator[Span]:
+    """Yield the turns as UTF-8 bytes."""
+    position = num_bytes = 0
+    for turn in turns:
+        borders = []
+        for border in turn:
+            num_bytes += len(text[position:border].encode())
+            position = border
+            borders.append(num_bytes)
+        yield borders[0], borders[1]
 
 
-def token_range(encoding: Any, start: int, end: int) -> tuple[int, int]:
-    """Return (first, stop) of the tokens that lie completely inside the characters [start, end)."""
-    first = None
-    while start < end and (first := encoding.char_to_token(start)) is None:
-        start += 1  # white space that is not part of any token
-    if first is None:
-        return 0, 0
-    if encoding.token_to_chars(first)[0] < start:
-        first += 1
-    last = None
-    position = end - 1
-    while position >= start and (last := encoding.char_to_token(position)) is None:
-        position -= 1
-    assert last is not None
-    stop = last + 1
-    while stop < len(encoding) and (characters := encoding.token_to_chars(stop)) and characters[1] <= end:
-        stop += 1  # further tokens of the same character
-    if encoding.token_to_chars(last)[1] > end:
-        stop = last
-    return first, max(first, stop)
+def strippers(encoder: Tokenizer) -> dict[int, str]:
+    """Return the texts of control tokens that swallow white space next to them, by id."""
+    added = encoder.get_added_tokens_decoder().items()
+    return {i: token.content for i, token in added if token.special and (token.lstrip or token.rstrip)}
+
+
+def mask_by_offsets(
+    encoding: Any, text: str, turns: Sequence[Span], stripping: Mapping[int, str] = MappingProxyType({})
+) -> NDArray[np.uint8]:
+    """Return the loss mask, uint8 [S], of an encoding with offsets.
+
+    Args:
+        stripping: see `strippers`.
+    """
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    if stripping:
+        for i in np.flatnonzero(np.isin(encoding.ids, list(stripping))):
+            content = stripping[encoding.ids[i]]
+            starts[i] = text.index(content, starts[i])
+            ends[i] = starts[i] + len(content)
+    return lies_inside(starts, ends, turns)
+
+
+def lies_inside(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], turns: Sequence[Span]
+) -> NDArray[np.uint8]:
+    """Return 1 for each token whose characters [start, end) lie inside one turn, uint8 [S].
+
+    A token without characters of its own, like the space that some tokenizers put before a text, counts
+    when both of its neighbours may.
+    """
+    if not turns:
+        return np.zeros(len(starts), dtype=np.uint8)
+    # A turn at the front that holds nothing, for tokens before the first one.
+    bounds = np.array([(-1, -1), *turns], dtype=np.int64)
+    turn_starts, turn_ends = bounds[np.searchsorted(bounds[:, 0], starts, side="right") - 1].T
+    is_inside = (ends <= turn_ends) & ((ends > starts) | ((turn_starts < starts) & (starts < turn_ends)))
+    return is_inside.astype(np.uint8)

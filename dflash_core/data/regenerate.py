@@ -81,7 +81,7 @@ def regenerate_file(
     progress = progress or Progress(str(path), quiet=True)
     with open(out_path, "wb") as file, progress:
         work = _Regeneration(config, encoder, generator, cache, file, progress, cut_turns)
-        reader = RowReader(format_name, config, reads=encoder.template.reads, notes=work.notes)
+        reader = RowReader(format_name, config, reads=encoder.reads, notes=work.notes)
         work.run(rows, reader)
     counts = {name: work.counts[name] for name in COUNTS}
     return {**counts, "notes": dict(work.notes), "digest": work.hasher.hexdigest()}
@@ -154,7 +154,7 @@ class _Regeneration:
         self.cache, self.file, self.cut_turns = cache, file, cut_turns
         self.counts, self.notes = progress.counts, Counter[str]()
         self.hasher = hashlib.sha256()
-        self._settings = {"by": generator.identity, "template": encoder.template.text}
+        self._settings = {"by": generator.identity, "template": encoder.template_text}
         self._pending: deque[Request] = deque()
         self._waiting: dict[str, list[_Row]] = {}
         self._finished: dict[int, Any] = {}

@@ -2,22 +2,27 @@
 
 How turns are found. A template with `{% generation %}` marks its assistant turns. For any other template, the
 conversation is rendered up to each assistant turn, once with the generation prompt (P) and once with the turn
-(F). Both must be prefixes of the whole; the turn is then whole[len(P):len(F)]. A template that renders
-earlier turns differently fails that check: depending on `data.rewritten_history`, only the last turn is
-supervised, or the row is rejected.
+(F). Where both are prefixes of the whole, the turn is whole[len(P):len(F)]. The other cases:
 
-Text that belongs to the generation prompt is not supervised. This includes the empty reasoning block that
-some templates print when thinking is off: P is also rendered with thinking off, and the longest matching
-P is used.
+- P ends with text that the turn lacks (`<|im_start|>assistant\\n<think>\\n` before a turn without reasoning):
+  the turn starts behind the part of the prompt that both share.
+- The whole shows the turn differently than F (e.g. without its empty reasoning block): it counts where the
+  text behind the prompt is what the target had to write, which is F's. A closing token that differs is not
+  supervised.
+- Any other turn is not supervised, or rejects the row, as `data.rewritten_history` says.
+
+Text that belongs to the generation prompt is not supervised. Neither is the empty reasoning block that some
+templates print; P is also rendered with thinking off, and the longest matching P is used.
 
 This costs two renderings per turn. Almost all rows of a file share a few shapes (sequences of roles), so
-each shape is rendered once with placeholders for its contents; a row whose own rendering equals that
-skeleton filled with its contents has the skeleton's turns. Every other row takes the slow path. The row
-itself is always rendered.
+turns come from the skeleton of a shape where the row's own rendering allows it (`skeleton.py`). Every other
+row takes the slow path, up to `MAX_SLOW_MESSAGES`. The row itself is always rendered.
 """
 
 from __future__ import annotations
 
+import datetime
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,14 +30,32 @@ from typing import Any
 
 from transformers.utils import chat_template_utils
 
+from dflash_core.config import DataConfig
+from dflash_core.data.reasoning_blocks import skip_empty_block
+from dflash_core.data.skeleton import (
+    LONG,
+    Found,
+    Messages,
+    Shape,
+    Skeleton,
+    Span,
+    extend,
+    make_skeleton,
+    shorten,
+)
+from dflash_core.data.turn_end import TurnEnds
 from dflash_core.errors import UserError
 
-Span = tuple[int, int]
-Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Switches of templates: with thinking off, some prompts hold the empty reasoning block that turns show.
+ANSWER = "Yes, ready."
+THINKING_FLAGS = ("enable_thinking", "thinking")
 _MAX_SHAPES = 1000
-# Surrounds placeholders, to detect what a template strips.
-_SPACE = "\t \t"
+# The slow path takes time that grows with the square of the number of messages: 512 take about a second.
+MAX_SLOW_MESSAGES = 512
+_LATER = "turns that the template renders differently later on are not supervised"
+_SHARED = "supervised behind the header that the turn and its generation prompt share"
 
 
 class TemplateError(Exception):
@@ -41,36 +64,6 @@ class TemplateError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
         self.reason, self.detail = reason, detail
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """The rendering of one shape of conversation without its contents.
-
-    A rendered text is pieces[0] content[0] pieces[1] content[1] ... A border of a turn is given as (number of
-    contents before it, number of characters since the end of the last of these).
-    """
-
-    pieces: list[str]
-    # Whether the template strips each content: on the left, on the right.
-    strips: list[tuple[bool, bool]]
-    # Start and end of each turn.
-    borders: list[tuple[tuple[int, int], tuple[int, int]]]
-    notes: tuple[str, ...]
-
-    def turns(self, text: str, messages: Messages) -> list[Span] | None:
-        """Return the turns of `text`; None if it is not this skeleton filled with the messages' contents."""
-        filled, ends, position = [self.pieces[0]], [0], len(self.pieces[0])
-        for message, (left, right), piece in zip(messages, self.strips, self.pieces[1:]):
-            content = message["content"]
-            content = content.lstrip() if left else content
-            content = content.rstrip() if right else content
-            filled += (content, piece)
-            ends.append(position + len(content))
-            position = ends[-1] + len(piece)
-        if "".join(filled) != text:
-            return None
-        return [(ends[a] + i, ends[b] + j) for (a, i), (b, j) in self.borders]
 
 
 @dataclass
@@ -82,6 +75,9 @@ class ChatTemplate:
         special_names: the tokenizer's bos_token etc., which templates print.
         controls: texts of the tokenizer's control tokens.
         rewritten_history: `data.rewritten_history`.
+        added: texts of other added tokens, one of which may end a turn.
+        arguments: `data.template_arguments`.
+        date: `data.template_date`.
 
     Raises:
         UserError: the template does not compile.
@@ -91,17 +87,30 @@ class ChatTemplate:
     special_names: dict[str, str]
     controls: Sequence[str]
     rewritten_history: str
-    _end_of_turn: str | None = field(init=False, default=None)
+    added: Sequence[str] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    date: str = DataConfig.template_date
+    ends: TurnEnds = field(init=False)
     _generation_prompts: list[str] = field(init=False, default_factory=list)
-    _skeletons: dict[tuple[str, ...], Skeleton | None] = field(init=False, default_factory=dict)
+    # Ends of generation prompts that some turns lack, e.g. an opened reasoning block.
+    _prompt_tails: tuple[str, ...] = field(init=False, default=())
+    _skeletons: dict[Shape, Skeleton | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._marks_turns = bool(_GENERATION.search(self.text))
-        flags = [name for name in ("enable_thinking", "thinking") if self.reads(name)]
+        flags = [name for name in THINKING_FLAGS if self.reads(name) and name not in self.arguments]
         self._prompt_variants: list[dict[str, Any]] = [{}, *({name: False} for name in flags)]
         # The compiler of `apply_chat_template`, without the copies that it makes of each message.
         self._compiled = _compile(self.text)
+        now = datetime.date.fromisoformat(self.date)
+        self._variables = {**self.special_names, **self.arguments, "strftime_now": now.strftime}
+        self.ends = TurnEnds(tuple(self.controls))
         self._probe()
+
+    @property
+    def end_of_turn(self) -> str | None:
+        """The text of the token that ends an answer, by what the template writes; None if it writes none."""
+        return self.ends.end_of_turn
 
     def reads(self, name: str) -> bool:
         """Return True if the template mentions a field, e.g. `tool_calls`."""
@@ -115,7 +124,7 @@ class ChatTemplate:
 
     def _probe_with(self, question: Messages) -> bool:
         """Probe with this question and an answer; return False if the template does not render them."""
-        messages = [*question, {"role": "assistant", "content": "Yes, ready."}]
+        messages = [*question, {"role": "assistant", "content": ANSWER}]
         try:
             whole = self._render(messages, None)
             asked = self._render(question, None)
@@ -123,36 +132,44 @@ class ChatTemplate:
         except Exception:
             # Templates raise any exception, here e.g. because they require other roles. Rows will report it.
             return False
+        longer = self._render_or_none([*messages, question[-1], messages[-1]])
         suffixes = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
         self._generation_prompts = sorted(suffixes, key=len, reverse=True)
-        position = whole.rfind("Yes, ready.")
-        after = [(whole.find(c, position), -len(c), c) for c in self.controls if whole.find(c, position) >= 0]
-        if position >= 0 and after:
-            self._end_of_turn = min(after)[2]
+        turns = [text[len(asked) :] for text in (whole, longer or "") if text.startswith(asked)]
+        shared = {(p, _num_equal(p, turn)) for p in suffixes for turn in turns}
+        tails = {p[n:] for p, n in shared if p[:n].strip() and p[n:]}
+        self._prompt_tails = tuple(sorted(tails))
+        self.ends = TurnEnds.of_template(whole, longer or whole, ANSWER, self.controls, self.added)
         if self._marks_turns and not self._turns_marked(messages, None)[1]:
             # The block is in a comment, or is never reached.
             self._marks_turns = False
         return True
 
-    def _render(
-        self, messages: Messages, tools: list[dict[str, Any]] | None, *, prompt: bool = False, **flags: Any
-    ) -> str:
+    def _render_or_none(self, messages: Messages) -> str | None:
+        try:
+            return self._render(messages, None)
+        except Exception:
+            # Templates raise any exception. The rows that need this rendering report it.
+            return None
+
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **flags: Any) -> str:
         return self._compiled.render(
             messages=messages,
             tools=tools,
             documents=None,
             add_generation_prompt=prompt,
-            **{**self.special_names, **flags},
+            **{**self._variables, **flags},
         )
 
-    def render(
-        self, messages: Messages, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Span], tuple[str, ...]]:
+    def render(self, messages: Messages, tools: Tools) -> Found:
         """Return the text, the turns as characters [start, end), and notes.
 
+        One entry per assistant turn, None for a turn that is not supervised; in a template with
+        `{% generation %}`, one per marked turn.
+
         Raises:
-            TemplateError: the template rewrites earlier turns and `rewritten_history` is "refuse", or it
-                rewrites the last turn.
+            TemplateError: the template rewrites earlier turns and `rewritten_history` is "refuse", it
+                rewrites the last turn, or there are too many messages for the slow path.
             Exception: any error that the template raises.
         """
         skeleton = self._skeleton_of(messages) if tools is None else None
@@ -163,29 +180,16 @@ class ChatTemplate:
                 return text, turns, skeleton.notes
         return self._render_slowly(messages, tools)
 
-    def render_prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+    def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Return the text of a conversation that the model is to continue."""
         return self._render(messages, tools, prompt=True)
 
-    def open_end(self, text: str, turn: Span) -> Span:
-        """Return a turn without its closing: final control tokens, and white space before and after them.
-
-        `Hi<|im_end|>` -> `Hi`. White space at the end of the content itself is removed too: at
-        worst one token.
-        """
-        start, end = turn
-        while end > start:
-            if text[end - 1].isspace():
-                end -= 1
-            elif closing := [c for c in self.controls if text.endswith(c, start, end)]:
-                end -= max(map(len, closing))
-            else:
-                break
-        return start, end
-
-    def _render_slowly(
-        self, messages: Messages, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Span], tuple[str, ...]]:
+    def _render_slowly(self, messages: Messages, tools: Tools) -> Found:
+        if len(messages) > MAX_SLOW_MESSAGES:
+            detail = (
+                f"{len(messages)} messages; allowed: {MAX_SLOW_MESSAGES} where each turn is rendered alone"
+            )
+            raise TemplateError("too many turns", detail)
         if self._marks_turns:
             return self._turns_marked(messages, tools)
         return self._turns_by_prefixes(messages, tools)
@@ -194,142 +198,120 @@ class ChatTemplate:
         if any(len(message) != 2 for message in messages):  # fields other than role and content
             return None
         shape = tuple(message["role"] for message in messages)
+        if len(shape) <= LONG:
+            return self._known_skeleton(shape)
+        parts = shorten(shape)
+        short = parts and self._known_skeleton(parts[0])
+        return extend(short, shape, parts[1]) if parts and short else None
+
+    def _known_skeleton(self, shape: Shape) -> Skeleton | None:
         if shape not in self._skeletons:
             if len(self._skeletons) >= _MAX_SHAPES:
                 return None
-            self._skeletons[shape] = self._make_skeleton(shape)
+            find = functools.partial(self._render_slowly, tools=None)
+            self._skeletons[shape] = make_skeleton(shape, find, self._prompt_tails)
         return self._skeletons[shape]
 
-    def _make_skeleton(self, shape: tuple[str, ...]) -> Skeleton | None:
-        """Build the skeleton of a shape.
-
-        Returns None if the placeholders are not rendered once each, in order, or if the template raises.
-        """
-        names = [f"qx{number}xq" for number in range(len(shape))]
-        messages = [{"role": role, "content": _SPACE + name + _SPACE} for role, name in zip(shape, names)]
-        try:
-            text, turns, notes = self._render_slowly(messages, None)
-        except Exception:
-            # Each row of this shape will report it.
-            return None
-        starts, ends, strips = [], [0], []
-        for name in names:
-            start, end = text.find(name), text.find(name) + len(name)
-            if start < ends[-1] or text.count(name) != 1:
-                return None
-            strips.append((not text[:start].endswith(_SPACE), not text[end:].startswith(_SPACE)))
-            starts.append(start if strips[-1][0] else start - len(_SPACE))
-            ends.append(end if strips[-1][1] else end + len(_SPACE))
-
-        def border(position: int) -> tuple[int, int]:
-            before = max(number for number, end in enumerate(ends) if end <= position)
-            return before, position - ends[before]
-
-        borders = [(border(start), border(end)) for start, end in turns]
-        if any(s < position < e for span in turns for position in span for s, e in zip(starts, ends[1:])):
-            return None  # a border lies inside a content
-        pieces = [text[a:b] for a, b in zip(ends, [*starts, len(text)])]
-        return Skeleton(pieces, strips, borders, notes)
-
-    def _turns_marked(
-        self, messages: Messages, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Span], tuple[str, ...]]:
+    def _turns_marked(self, messages: Messages, tools: Tools) -> Found:
         """Find turns by the template's own `{% generation %}` blocks, less the generation prompt's text."""
-        texts, indices = _render_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.text,
-            return_assistant_tokens_mask=True,
-            **self.special_names,
+        text, indices = chat_template_utils._render_with_assistant_indices(
+            self._compiled, messages, tools, None, False, **self._variables
         )
-        text, turns = texts[0], []
-        for start, end in indices[0]:
+        turns: list[Span | None] = []
+        for start, end in indices:
             for prompt in self._generation_prompts:
                 ends = range(min(end, start + len(prompt)), max(start, len(prompt)) - 1, -1)
                 inside = next((p for p in ends if text.startswith(prompt, p - len(prompt))), None)
                 if inside is not None:
                     start = inside
                     break
-            turns.append((start, self._turn_end(text, start, end)))
+            turns.append((skip_empty_block(text, start), self.ends.of_turn(text, start, end)))
         return text, turns, ()
 
-    def _turns_by_prefixes(
-        self, messages: Messages, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Span], tuple[str, ...]]:
+    def _turns_by_prefixes(self, messages: Messages, tools: Tools) -> Found:
         """Find turns by rendering up to, and with, each assistant turn; see the module's docstring."""
         text = self._render(messages, tools)
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [self._turn(text, messages, tools, number) for number in numbers]
-        unchanged = [turn for turn in turns if turn is not None]
-        if len(unchanged) == len(turns):
-            return text, unchanged, ()
-        if self.rewritten_history == "refuse":
-            raise TemplateError("chat template rewrites earlier turns", "data.rewritten_history is refuse")
-        if turns[-1] is None:
-            raise TemplateError(
-                "chat template rewrites the last turn", "its prompt is not a prefix of the whole"
-            )
-        return text, [turns[-1]], ("supervised by the last turn only (the template rewrites earlier turns)",)
+        found = [self._turn(text, messages, tools, number) for number in numbers]
+        notes = []
+        if None in found:
+            if self.rewritten_history == "refuse":
+                raise TemplateError(
+                    "chat template rewrites earlier turns", "data.rewritten_history is refuse"
+                )
+            if found[-1] is None:
+                detail = "it shares no header with its prompt"
+                raise TemplateError("chat template rewrites the last turn", detail)
+            notes.append(_LATER)
+        if any(turn is not None and turn[1] for turn in found):
+            notes.append(_SHARED)
+        return text, [turn and turn[0] for turn in found], tuple(notes)
 
-    def _turn(
-        self, text: str, messages: Messages, tools: list[dict[str, Any]] | None, number: int
-    ) -> Span | None:
-        """Return the characters of one assistant turn; None if it is rendered differently in the whole."""
-        whole = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
-        if not text.startswith(whole):
-            return None
+    def _turn(self, text: str, messages: Messages, tools: Tools, number: int) -> tuple[Span, bool] | None:
+        """Return the characters of one assistant turn, and whether it lacks a part of its prompt.
+
+        None if the whole does not hold, behind its prompt, what the target had to write.
+        """
+        own = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
         if number == 0:
-            start = self._first_difference(whole, messages[0], tools)
-        else:
-            before = messages[:number]
-            prompts = [self._render(before, tools, prompt=True, **flags) for flags in self._prompt_variants]
-            start = max((len(prompt) for prompt in prompts if whole.startswith(prompt)), default=-1)
+            start = self._first_difference(own, messages[0], tools)
+            return (
+                ((start, self.ends.of_turn(text, start, len(own))), False) if text.startswith(own) else None
+            )
+        before = messages[:number]
+        prompts = [self._render(before, tools, prompt=True, **flags) for flags in self._prompt_variants]
+        start, lacks_tail = self._behind_prompt(text, prompts)
         if start < 0:
             return None
-        return start, self._turn_end(text, start, len(whole))
+        start = skip_empty_block(text, start)
+        if text.startswith(own):
+            return (start, self.ends.of_turn(text, start, len(own))), lacks_tail
+        end = self._end_as_written(text, start, own, prompts)
+        return None if end is None else ((start, end), lacks_tail)
 
-    def _first_difference(
-        self, whole: str, message: dict[str, Any], tools: list[dict[str, Any]] | None
-    ) -> int:
+    def _behind_prompt(self, text: str, prompts: list[str]) -> tuple[int, bool]:
+        """Return the end of the longest prompt, its tail possibly left out, that `text` starts with; else -1.
+
+        Also returns whether the tail was left out.
+        """
+        whole = max((len(p) for p in prompts if text.startswith(p)), default=-1)
+        shorter = [p[: -len(tail)] for p in prompts for tail in self._prompt_tails if p.endswith(tail)]
+        shared = max((len(p) for p in shorter if text.startswith(p)), default=-1)
+        return max(whole, shared), shared > whole
+
+    def _end_as_written(self, text: str, start: int, own: str, prompts: list[str]) -> int | None:
+        """Return the end of the turn at `start` where the whole shows what the target wrote, else None.
+
+        Args:
+            own: the conversation that ends with the turn.
+            prompts: those of the turn.
+        """
+        own_start, _ = self._behind_prompt(own, prompts)
+        if own_start < 0:
+            return None
+        own_start = skip_empty_block(own, own_start)
+        written = own[own_start : self.ends.of_turn(own, own_start, len(own))]
+        if text.startswith(written, start):
+            return start + len(written)
+        closing = max((c for c in self.ends.closers if written.endswith(c)), key=len, default="")
+        body = written.removesuffix(closing)
+        is_shown = bool(body) and text.startswith(body, start)
+        # gpt-oss: `Hi<|return|>` is shown as `Hi<|end|>` later on.
+        return (
+            start + len(body) if is_shown and text.startswith(self.ends.closers, start + len(body)) else None
+        )
+
+    def _first_difference(self, whole: str, message: dict[str, Any], tools: Tools) -> int:
         """Return the start of an opening assistant turn: the first character that another content changes."""
         content = message["content"].strip()
         other = self._render([{**message, "content": "b" if content.startswith("a") else "a"}], tools)
-        return next((i for i, (x, y) in enumerate(zip(whole, other)) if x != y), min(len(whole), len(other)))
-
-    def _turn_end(self, text: str, start: int, end: int) -> int:
-        """Return the end of a turn that is rendered as text[start:end].
-
-        The turn ends after the first end-of-turn token among the control tokens at its end, white space
-        skipped. If none of these is the end-of-turn token, it ends after one that follows text[start:end], or
-        else after the last control token.
-
-        `Hi<|im_end|>\\n<|endoftext|>` -> after `<|im_end|>`; `<|call|>f<|/call|><|im_end|>` -> the same;
-        `<|call|>f<|/call|><|eom|>` -> after `<|eom|>`.
-        """
-        # End and text of each control token that closes the turn, the last one first.
-        closing: list[tuple[int, str]] = []
-        position, controls = end, tuple(self.controls)
-        while True:
-            while position > start and text[position - 1].isspace():
-                position -= 1
-            if not controls or not text.endswith(controls, start, position):
-                break
-            control = max((c for c in controls if text.endswith(c, start, position)), key=len)
-            closing.append((position, control))
-            position -= len(control)
-        ends = [close_end for close_end, control in closing if control == self._end_of_turn]
-        if ends:
-            return ends[-1]
-        following = end
-        while following < len(text) and text[following].isspace():
-            following += 1
-        if self._end_of_turn and text.startswith(self._end_of_turn, following):
-            return following + len(self._end_of_turn)
-        return closing[0][0] if closing else end
+        return _num_equal(whole, other)
 
 
-# Annotated as str; it returns (texts, indices).
-_render_template: Any = chat_template_utils.render_jinja_template
+def _num_equal(one: str, other: str) -> int:
+    """Return the number of characters at their start that two texts share."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 def _compile(text: str) -> Any:

