@@ -18,6 +18,8 @@ _PAIRS = (
     (rf"<\|{_NAME}_(?:start|begin)\|>", rf"<\|{_NAME}_end\|>"),
     (r"<\|channel>thought", r"<channel\|>"),
     (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
+    (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|><\|start\|>assistant"),
+    (r"<\|think\|>", r"<\|end\|><\|begin\|>assistant"),
 )
 _EMPTY = re.compile("|".join(rf"\s*(?:{o}\s*)?{c}\s*" for o, c in _PAIRS), re.IGNORECASE)
 

@@ -36,8 +36,8 @@ class Skeleton:
     pieces: list[str]
     # Whether the template strips each content: on the left, on the right.
     strips: list[tuple[bool, bool]]
-    # Start and end of each turn; None: not supervised.
-    borders: list[tuple[Border, Border] | None]
+    # Start and end of each turn.
+    borders: list[tuple[Border, Border]]
     notes: tuple[str, ...]
     # Ends of generation prompts that the turns lack. A content that starts with one needs its own rendering.
     prompt_tails: tuple[str, ...] = ()
@@ -55,11 +55,7 @@ class Skeleton:
         if "".join(filled) != text:
             return None
         turns: list[Span | None] = []
-        for borders in self.borders:
-            if borders is None:
-                turns.append(None)
-                continue
-            (before_start, i), (before_end, j) = borders
+        for (before_start, i), (before_end, j) in self.borders:
             start = ends[before_start] + i
             if self.prompt_tails and text.startswith(self.prompt_tails, start):
                 return None
@@ -72,7 +68,8 @@ def make_skeleton(
 ) -> Skeleton | None:
     """Build the skeleton of a shape.
 
-    Returns None if the placeholders are not rendered once each, in order, or if the template raises.
+    Returns None if the placeholders are not rendered once each, in order, a turn is not found, or the
+    template raises.
     """
     names = [f"qx{number}xq" for number in range(len(shape))]
     messages = [{"role": role, "content": _SPACE + name + _SPACE} for role, name in zip(shape, names)]
@@ -95,9 +92,11 @@ def make_skeleton(
         return before, position - ends[before]
 
     spans = [turn for turn in turns if turn is not None]
+    if len(spans) < len(turns):
+        return None  # perhaps because of the white space around placeholders
     if any(s < position < e for span in spans for position in span for s, e in zip(starts, ends[1:])):
         return None  # a border lies inside a content
-    borders = [turn and (border(turn[0]), border(turn[1])) for turn in turns]
+    borders = [(border(start), border(end)) for start, end in spans]
     pieces = [text[a:b] for a, b in zip(ends, [*starts, len(text)])]
     return Skeleton(pieces, strips, borders, notes, prompt_tails if notes else ())
 
@@ -121,7 +120,7 @@ def extend(short: Skeleton, shape: Shape, first: int) -> Skeleton | None:
     """
     gaps: dict[tuple[str, str], str] = {}
     strips: dict[str, tuple[bool, bool]] = {}
-    borders: dict[tuple[str, ...], Any] = {}
+    borders: dict[Shape, tuple[Border, Border]] = {}
     numbers = [i for i, role in enumerate(shape) if role == "assistant"]
     if len(short.borders) != sum(i < _EDGE or i >= first for i in numbers):
         return None
@@ -156,6 +155,7 @@ def extend(short: Skeleton, shape: Shape, first: int) -> Skeleton | None:
     )
 
 
-def _moved(borders: tuple[Border, Border] | None, by: int) -> tuple[Border, Border] | None:
+def _moved(borders: tuple[Border, Border], by: int) -> tuple[Border, Border]:
     """Return the borders of a turn as those of one that is `by` messages later."""
-    return borders and ((borders[0][0] + by, borders[0][1]), (borders[1][0] + by, borders[1][1]))
+    (before_start, i), (before_end, j) = borders
+    return (before_start + by, i), (before_end + by, j)

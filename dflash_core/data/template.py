@@ -136,7 +136,7 @@ class ChatTemplate:
         suffixes = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
         self._generation_prompts = sorted(suffixes, key=len, reverse=True)
         turns = [text[len(asked) :] for text in (whole, longer or "") if text.startswith(asked)]
-        shared = {(p, _num_equal(p, turn)) for p in suffixes for turn in turns}
+        shared = {(p, _num_equal_tags(p, turn)) for p in suffixes for turn in turns}
         tails = {p[n:] for p, n in shared if p[:n].strip() and p[n:]}
         self._prompt_tails = tuple(sorted(tails))
         self.ends = TurnEnds.of_template(whole, longer or whole, ANSWER, self.controls, self.added)
@@ -294,12 +294,17 @@ class ChatTemplate:
         if text.startswith(written, start):
             return start + len(written)
         closing = max((c for c in self.ends.closers if written.endswith(c)), key=len, default="")
-        body = written.removesuffix(closing)
-        is_shown = bool(body) and text.startswith(body, start)
+        # White space around a content may be stripped later on only.
+        body = written.removesuffix(closing).strip()
+        body_start = _skip_blanks(text, start)
+        if not body or not text.startswith(body, body_start):
+            return None
+        end = body_start + len(body)
+        closing_start = _skip_blanks(text, end)
+        if text.startswith(closing, closing_start):
+            return closing_start + len(closing) if closing else end
         # gpt-oss: `Hi<|return|>` is shown as `Hi<|end|>` later on.
-        return (
-            start + len(body) if is_shown and text.startswith(self.ends.closers, start + len(body)) else None
-        )
+        return end if text.startswith(self.ends.closers, closing_start) else None
 
     def _first_difference(self, whole: str, message: dict[str, Any], tools: Tools) -> int:
         """Return the start of an opening assistant turn: the first character that another content changes."""
@@ -312,6 +317,24 @@ def _num_equal(one: str, other: str) -> int:
     """Return the number of characters at their start that two texts share."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+
+
+def _num_equal_tags(one: str, other: str) -> int:
+    """Return the number of characters at their start that two texts share, without a part of a tag.
+
+    `<think>Hi` and `<thanks>` -> 0.
+    """
+    shared = one[: _num_equal(one, other)]
+    opened = max(
+        shared.rfind(opening) if shared.rfind(opening) > shared.rfind(closing) else -1
+        for opening, closing in ("<>", "[]", "\u25c1\u25b7")
+    )
+    return len(shared) if opened < 0 else opened
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    """Return the first position from `position` on that holds no white space."""
+    return position + len(text[position:]) - len(text[position:].lstrip())
 
 
 def _compile(text: str) -> Any:

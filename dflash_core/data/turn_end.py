@@ -35,10 +35,17 @@ class TurnEnds:
             controls: texts of the control tokens.
             added: texts of other added tokens, which end a turn where no control token does.
         """
-        start = whole.rfind(answer)
+        start, behind = whole.rfind(answer), longer.find(answer) + len(answer)
         end = _first_behind(whole, start, controls) or _first_behind(whole, start, added)
-        behind = longer.find(answer) + len(answer)
         following = [c for c in controls if longer.startswith(c, behind)]
+        if end is not None:
+            # Command A ends turns with `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`. Phi-4-mini ends with
+            # `<|end|><|endoftext|>` only the last one, so the tokens have to follow both answers.
+            last = _run(whole, whole.index(end, start), controls)
+            earlier = _run(longer, longer.find(end, behind), controls)
+            while last and last != earlier[: len(last)]:
+                last.pop()
+            end = last[-1] if last else end
         # GLM: `answer<|user|>`. Any header ends a turn, e.g. that of a tool's result too.
         next_header_ends = end is None and bool(following)
         if next_header_ends:
@@ -103,3 +110,12 @@ def _first_behind(text: str, start: int, tokens: Sequence[str]) -> str | None:
     """Return the first of the tokens that `text` holds behind `start`, the longest of equal places."""
     found = [(text.find(t, start), -len(t), t) for t in tokens if text.find(t, start) >= 0]
     return min(found)[2] if found and start >= 0 else None
+
+
+def _run(text: str, position: int, tokens: Sequence[str]) -> list[str]:
+    """Return the tokens that follow each other from `position` on, with nothing in between."""
+    run: list[str] = []
+    while position >= 0 and (found := [t for t in tokens if text.startswith(t, position)]):
+        run.append(max(found, key=len))
+        position += len(run[-1])
+    return run
