@@ -11,10 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig, from_dict
+from dflash_core.config import DataConfig, EvaluationConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
+from dflash_core.files import content_digest
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
 
@@ -93,7 +94,8 @@ def evaluate_drafter(
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
-    report["chat_template_digest"] = chat_template_digest  # null: the target's own template
+    # null: the target's own template, without arguments
+    report["chat_template_digest"] = chat_template_digest
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
@@ -110,13 +112,13 @@ def evaluation_key_inputs(
     drafter_directory: Path,
     target_fingerprint: str,
     sets: list[dict[str, str]],
-    chat_template: str | None,
+    data: DataConfig,
     digests: FileDigests,
 ) -> dict[str, Any]:
     """Return the inputs of the stage that decide its result.
 
     Args:
-        chat_template: `data.chat_template`, with which prompt files are rendered.
+        data: its settings of the chat template, with which prompt files are rendered.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -132,6 +134,14 @@ def evaluation_key_inputs(
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
-        "chat_template_digest": digests.of(Path(chat_template)) if chat_template and config.prompts else None,
+        "chat_template_digest": _template_digest(data, digests) if config.prompts else None,
         **settings,
     }
+
+
+def _template_digest(data: DataConfig, digests: FileDigests) -> str | None:
+    """Return the digest of what renders prompts besides the target's own template; None where that is all."""
+    own = digests.of(Path(data.chat_template)) if data.chat_template else None
+    if not data.template_arguments and data.template_date == DataConfig.template_date:
+        return own
+    return content_digest([own, data.template_arguments, data.template_date])

@@ -12,6 +12,8 @@ from tasks.storage.file_digests import FileDigests
 from tasks.storage.pointers import TargetPointer
 from tasks.storage.stages import RETRY_IO, Stage, stage
 
+# Chat templates other than the default one.
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -20,6 +22,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.jinja",
     "*.model",
+    NAMED_TEMPLATES,
 )
 
 
@@ -32,7 +35,8 @@ def identity(target: TargetConfig, digests: FileDigests) -> dict[str, Any]:
     }
     path = Path(target.name)
     if path.is_dir():
-        files = {p.name: digests.of(p) for p in sorted(path.iterdir()) if p.is_file()}
+        paths = [*sorted(path.iterdir()), *sorted(path.glob(NAMED_TEMPLATES))]
+        files = {p.relative_to(path).as_posix(): digests.of(p) for p in paths if p.is_file()}
         decisive.update(name="directory", contents=content_digest(files))
     elif path.is_file():
         decisive.update(name="file", contents=digests.of(path))
@@ -47,7 +51,8 @@ def identity(target: TargetConfig, digests: FileDigests) -> dict[str, Any]:
 
 def tokenizer_fingerprint(directory: Path) -> str:
     """Return the digest of the tokenizer's files: a target with new weights alone needs no new ingest."""
-    names = sorted({p.name for pattern in TOKENIZER_FILES for p in directory.glob(pattern)})
+    paths = {p for pattern in TOKENIZER_FILES for p in directory.glob(pattern)}
+    names = sorted(path.relative_to(directory).as_posix() for path in paths)
     return bytes_digest(*(f"{name}\0".encode() + (directory / name).read_bytes() for name in names))
 
 

@@ -31,19 +31,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from dflash_core.config import DataConfig
-from dflash_core.data.control_strings import BREAK_PATTERN, BREAKS, break_strings, find_strings
+from dflash_core.data.control_strings import (
+    BREAK_PATTERN,
+    BREAKS,
+    BrokenTextEncoder,
+    any_of,
+    break_strings,
+    find_strings,
+)
 from dflash_core.data.loss_mask import bytes_of_tokens, lies_inside, mask_by_bytes, mask_by_offsets, strippers
 from dflash_core.data.named_templates import DEFAULT, TOOL_USE, load_templates
 from dflash_core.data.template import ChatTemplate, Span, TemplateError
 from dflash_core.errors import UserError
-
-# White space that an added token swallows, by its flags lstrip and rstrip: that of Unicode.
-_BLANKS = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
-    map(chr, range(0x2000, 0x200B))
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class ChatEncoder:
         texts = load_templates(self.tokenizer, self.config)
         self._specification = backend.to_str()
         self._encoder = self._make_encoder()
-        self._plain_encoders: dict[str, Tokenizer] = {}
+        self._broken_encoders: dict[str, BrokenTextEncoder] = {}
         self._num_bytes = bytes_of_tokens(self._encoder)
         self._strippers = strippers(self._encoder)
         self._added = self._encoder.get_added_tokens_decoder()
@@ -126,8 +128,7 @@ class ChatEncoder:
         ends = {template.end_of_turn for template in self._templates.values()}
         self._control_ids |= {t.content: i for i, t in self._added.items() if t.content in ends}
         self._mask_text = next((t for t, i in self._control_ids.items() if i == self.mask_token_id), None)
-        controls = sorted(self._control_ids, key=len, reverse=True)
-        self._controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
+        self._controls = any_of(self._control_ids)
 
     def _make_template(self, text: str) -> ChatTemplate:
         controls = sorted(self._control_ids, key=len, reverse=True)
@@ -285,49 +286,10 @@ class ChatEncoder:
 
     def _broken_sample(self, rendered: Rendered, broken: str) -> Sample | Rejection:
         """Encode the text between the template's control tokens as plain text, without `broken`."""
-        plain_encoder = self._plain_encoder(broken)
-        token_ids: list[int] = []
-        # Characters of each token, in the rendered text.
-        starts: list[int] = []
-        ends: list[int] = []
-
-        def plain(start: int, end: int) -> None:
-            piece = rendered.text[start:end]
-            positions = [start + i for i, character in enumerate(piece) if character != broken]
-            # Text after a control token must not be encoded like the start of a text.
-            first = int(start > 0)
-            unbroken = broken * first + piece.replace(broken, "")
-            encoding = plain_encoder.encode(unbroken, add_special_tokens=False)
-            token_ids.extend(encoding.ids[first:])
-            for a, b in encoding.offsets[first:]:
-                starts.append(positions[a - first] if a - first < len(positions) else end)
-                ends.append(positions[b - 1 - first] + 1 if b > a else starts[-1])
-
-        position = 0
-        for match in self._controls.finditer(rendered.text):
-            token = self._added[self._control_ids[match.group()]]
-            end = match.start()
-            if token.lstrip:
-                end = position + len(rendered.text[position:end].rstrip(_BLANKS))
-            plain(position, end)
-            token_ids.append(self._control_ids[match.group()])
-            starts.append(match.start())
-            ends.append(match.end())
-            position = match.end()
-            while token.rstrip and position < len(rendered.text) and rendered.text[position] in _BLANKS:
-                position += 1
-        plain(position, len(rendered.text))
-        loss_mask = lies_inside(np.array(starts), np.array(ends), rendered.turns)
-        return self._checked(np.array(token_ids, dtype=np.int32), loss_mask, rendered)
-
-    def _plain_encoder(self, broken: str) -> Tokenizer:
-        """Return an encoder whose only control token is `broken`; all control strings are plain text."""
-        if broken not in self._plain_encoders:
-            encoder = self._make_encoder()
-            encoder.encode_special_tokens = True
-            encoder.add_tokens([AddedToken(broken, normalized=False)])
-            self._plain_encoders[broken] = encoder
-        return self._plain_encoders[broken]
+        if broken not in self._broken_encoders:
+            self._broken_encoders[broken] = BrokenTextEncoder(self._make_encoder(), broken, self._control_ids)
+        token_ids, starts, ends = self._broken_encoders[broken].encode(rendered.text)
+        return self._checked(token_ids, lies_inside(starts, ends, rendered.turns), rendered)
 
     def _checked(
         self, token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], rendered: Rendered

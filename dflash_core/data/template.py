@@ -294,12 +294,14 @@ class ChatTemplate:
         if text.startswith(written, start):
             return start + len(written)
         closing = max((c for c in self.ends.closers if written.endswith(c)), key=len, default="")
-        # White space around a content may be stripped later on only.
-        body = written.removesuffix(closing).strip()
-        body_start = _skip_blanks(text, start)
-        if not body or not text.startswith(body, body_start):
-            return None
+        body = written.removesuffix(closing)
+        body_start = start
+        if not text.startswith(body, start):
+            # White space around a content may be stripped later on only.
+            body, body_start = body.strip(), _skip_blanks(text, start)
         end = body_start + len(body)
+        if not body.strip() or not text.startswith(body, body_start):
+            return None
         closing_start = _skip_blanks(text, end)
         if text.startswith(closing, closing_start):
             return closing_start + len(closing) if closing else end

@@ -38,6 +38,7 @@ PACKAGED = {
 # Named chat templates other than the default one, as transformers saves them.
 TEMPLATES = "additional_chat_templates"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt", "*.py"]
+HUB_FILES += [f"{TEMPLATES}/*.jinja"]
 
 
 class Materialised(NamedTuple):
@@ -74,17 +75,22 @@ def materialise(
         check_directory(staging, name)
         digest = fingerprint(staging)
         # Readable like any other file: some writers make theirs private.
-        for path in (staging, *staging.iterdir()):
+        for path in (staging, *staging.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
     return Materialised(out, digest)
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Return the digest of the names and contents of the files directly inside `directory`, 32 hex digits."""
+    """Return the digest of the names and contents of a target's files, 32 hex digits.
+
+    They are those directly inside `directory`, and the named chat templates.
+    """
     digest = new_hasher()
-    for path in sorted(Path(directory).iterdir()):
+    directory = Path(directory)
+    for path in [*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*.jinja"))]:
         if path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            name = path.relative_to(directory).as_posix()
+            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
             with path.open("rb") as file:
                 while block := file.read(1 << 22):
                     digest.update(block)
@@ -184,13 +190,16 @@ def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> Non
                 f"target.name: {str(source)!r} does not load as a causal language model: {error}"
             ) from error
         return
-    for path in sorted(source.iterdir()):
-        if path.is_file() and any(path.match(pattern) for pattern in HUB_FILES):
+    for path in [*sorted(source.iterdir()), *sorted(source.glob(f"{TEMPLATES}/*.jinja"))]:
+        relative = path.relative_to(source)
+        if path.is_file() and any(relative.match(pattern) for pattern in HUB_FILES):
+            copy = staging / relative
+            copy.parent.mkdir(exist_ok=True)
             real = path.resolve()  # hub caches hold symbolic links
             try:
-                os.link(real, staging / path.name)
+                os.link(real, copy)
             except OSError:
-                shutil.copy2(real, staging / path.name)
+                shutil.copy2(real, copy)
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

@@ -40,7 +40,7 @@ class Family:
     before: str = ""
     # Written for a call of f; "": the template renders no calls.
     call: str = ""
-    # Written with the reasoning {} before an answer, in the last turn or in all; "": the template renders none.
+    # Written with the reasoning {} before an answer, in the last turn or in all; "": none is rendered.
     reasoning: str = ""
     keeps_reasoning: bool = False
     # Whether the template renders a system turn.
@@ -49,6 +49,8 @@ class Family:
     last_end: str | None = None
     # Tokens that swallow the white space behind them.
     rstrip: str = ""
+    # The tokenizer's, where it is not the end of turn.
+    eos: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,7 +107,7 @@ class Family:
             ]
         )
         inner.add_tokens([AddedToken(text, special=False, normalized=False) for text in self.added.split()])
-        eos = "<|endoftext|>" if self.name in ("phi3", "phi4-mini") else self.end.strip()
+        eos = self.eos or self.end.strip()
         wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token=eos)
         wrapped.chat_template = self.template
         return wrapped
@@ -171,9 +173,11 @@ FAMILIES = [
     Family("gemma2", **GEMMA, system=False),
     Family("gemma3", **GEMMA),
     Family("gemma4", "<turn|>", "<|turn> <|channel> <channel|>", reasoning="<|channel>thought\n{}<channel|>"),
-    Family("phi3", "<|end|>", "<|endoftext|>", rstrip="<|user|> <|assistant|> <|system|> <|end|>"),
+    Family("phi3", "<|end|>", eos="<|endoftext|>", rstrip="<|user|> <|assistant|> <|system|> <|end|>"),
     Family("phi4", "<|im_end|>", "<|im_start|> <|im_sep|>"),
-    Family("phi4-mini", "<|end|>", "<|endoftext|> <|user|> <|assistant|> <|system|> <|tool|> <|/tool|>"),
+    Family(
+        "phi4-mini", "<|end|>", "<|user|> <|assistant|> <|system|> <|tool|> <|/tool|>", eos="<|endoftext|>"
+    ),
     Family(
         "granite3",
         "<|end_of_text|>",
@@ -190,6 +194,7 @@ FAMILIES = [
         "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
         "<|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> <|START_THINKING|> "
         "<|END_THINKING|> <|START_RESPONSE|> <|END_RESPONSE|> <|END_OF_TURN_TOKEN|>",
+        eos="<|END_OF_TURN_TOKEN|>",
         before="<|START_RESPONSE|>",
         reasoning="<|START_THINKING|>{}<|END_THINKING|><|START_RESPONSE|>",
         keeps_reasoning=True,
@@ -247,6 +252,7 @@ FAMILIES = [
         "\n</answer><|eos|>",
         "<|startoftext|> <|extra_0|> <|extra_4|> <|eos|>",
         f"{THINK_TAGS} <answer> </answer>",
+        eos="<|eos|>",
         before="<answer>\n",
         reasoning="<think>\n{}\n</think>\n<answer>\n",
     ),
@@ -279,7 +285,7 @@ FAMILIES = [
         reasoning="<|think|>{}<|end|><|begin|>assistant<|content|>",
     ),
     # The end of its turns is an added token that is not special.
-    Family("ling", "<|role_end|>", added="<role> </role> <|role_end|>"),
+    Family("ling", "<|role_end|>", added="<role> </role> <|role_end|>", eos="</s>"),
     Family(
         "dots1",
         "<|endofresponse|>",
