@@ -125,7 +125,7 @@ class DataConfig:
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
-    # for templates that render earlier turns differently
+    # turns that the template renders differently later on: not supervised, or the row is rejected
     rewritten_history: Literal["last_turn", "refuse"] = "last_turn"
     drop_duplicates: bool = False
     # of a file's rows: broken or unusable ones; above it, the file itself is likely not what was meant

@@ -119,3 +119,21 @@ def test_the_packaged_model_is_plain_and_complete(smollm2_dir: Path) -> None:
     assert text.startswith("<|im_start|>system\n")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert encoded["input_ids"].count(1) == 3  # one control token per turn, none added in front
+
+
+def test_named_chat_templates_come_along(tiny_target_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    materialise(str(tiny_target_dir), source)
+    without = materialise(str(source), tmp_path / "without").fingerprint
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        # Files may be hard links: write new ones.
+        (source / name).unlink(missing_ok=True)
+    tokenizer.save_pretrained(source)
+    written = materialise(str(source), tmp_path / "target")
+    assert AutoTokenizer.from_pretrained(written.directory).chat_template == tokenizer.chat_template
+    assert written.fingerprint != without
+    (source / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+    assert materialise(str(source), tmp_path / "other").fingerprint != written.fingerprint
