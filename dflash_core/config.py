@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[tuple(STRATEGIES)]
 DType = Literal["auto", "bfloat16", "float32"]
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "stdlib"]
+DataFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_response", "tokenised", "regenerated", "stdlib"
+]
 ROLES = ("system", "user", "assistant", "tool")
 # columns that the formats read, see dflash_core/data/formats.py
 DATA_COLUMNS = (
@@ -38,6 +40,11 @@ DATA_COLUMNS = (
 def execution_field(default: Any) -> Any:
     """Declare a setting that is not part of the run key and may change on resume."""
     return field(default=default, metadata={"execution": True})
+
+
+def optional_field(factory: Any) -> Any:
+    """Declare a setting that is part of a key only where it differs from its default, `factory()`."""
+    return field(default_factory=factory, metadata={"optional": True})
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -93,6 +100,8 @@ class DataConfig:
     reasoning: Literal["keep", "drop"] = "drop"
     # a Jinja file; None: the tokenizer's own
     chat_template: str | None = None
+    # further variables of the chat template, e.g. {"enable_thinking": false}: wherever it renders
+    template_arguments: dict[str, Any] = optional_field(dict)
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
@@ -114,6 +123,11 @@ class DataConfig:
             _require(column in DATA_COLUMNS, "data.columns", column, ", ".join(DATA_COLUMNS))
         for role, mapped in self.roles.items():
             _require(mapped in ROLES, f"data.roles.{role}", mapped, ", ".join(ROLES))
+
+
+def regenerated_data(data: DataConfig) -> DataConfig:
+    """Return the settings for reading regenerated files, whose format is always the same."""
+    return dataclasses.replace(data, format="regenerated", columns={}, roles={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +442,8 @@ def decisive(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             if inner := decisive(value):
                 out[f.name] = inner
+        elif f.metadata.get("optional") and value == typing.cast(Any, f.default_factory)():
+            continue
         elif not f.metadata.get("execution"):
             out[f.name] = _json_value(value)
     return out
@@ -460,6 +476,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in args:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, name)
+    if hint is Any:
+        return value
     if origin is Literal:
         _require(isinstance(value, str) and value in args, name, value, ", ".join(args))
         return value

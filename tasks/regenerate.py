@@ -10,7 +10,6 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,12 @@ _loaded: dict[tuple[str, ...], Any] = {}
 @stage(
     "regenerate",
     version=3,
-    sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.decoding.generate"),
+    sources=(
+        "dflash_core.data.regenerate",
+        "dflash_core.data.endpoint",
+        "dflash_core.decoding.generate",
+        "dflash_core.target.end_ids",
+    ),
     key_only=("source_digest", "rules", "sampling"),
     locations=("where",),
     # A large file takes days; requests have limits, and answers are kept.
@@ -57,7 +61,7 @@ def regenerate(
             out / name,
             data,
             ChatEncoder(tokenizer, data, None),
-            _generator(settings, model, tokenizer, where),
+            _generator(settings, data, model, tokenizer, where),
             cache,
             cut_turns=settings.cut_turns,
             progress=Progress(source_name),
@@ -67,15 +71,38 @@ def regenerate(
     return {"source": source_name, "file": name, **counts}
 
 
-def _generator(config: RegenerateConfig, model: dict[str, str], tokenizer: Any, where: dict[str, Any]) -> Any:
+def _generator(
+    config: RegenerateConfig, data: DataConfig, model: dict[str, str], tokenizer: Any, where: dict[str, Any]
+) -> Any:
     """Return the generator of answers: the endpoint where one is named, else the target in this process."""
     if config.base_url is not None:
         from dflash_core.data.endpoint import Endpoint
 
-        return Endpoint(config, model["model"], api_key=os.environ.get(config.api_key_env))
+        return Endpoint(
+            config,
+            model["model"],
+            api_key=os.environ.get(config.api_key_env),
+            stop_token_ids=_unknown_ends(data, tokenizer, where),
+            template_arguments=data.template_arguments,
+        )
     from dflash_core.decoding.generate import BatchDecoder
 
-    return BatchDecoder(_target(where), tokenizer, config, model)
+    target = _target(where)
+    target.end_answers(tokenizer, data)
+    return BatchDecoder(target, tokenizer, config, model)
+
+
+def _unknown_ends(data: DataConfig, tokenizer: Any, where: dict[str, Any]) -> list[int]:
+    """Return the end tokens that an engine does not know from the target's files, and print them."""
+    from dflash_core.target.end_ids import added_ends_remark, configured_end_ids, end_ids
+
+    configured = configured_end_ids(where["target_directory"])
+    known = {*configured, tokenizer.eos_token_id}
+    added = [token for token in end_ids(configured, tokenizer, data) if token not in known]
+    if added:
+        remark = added_ends_remark(configured, added, tokenizer)
+        print(f"{remark}; the endpoint is asked to stop there (stop_token_ids)", flush=True)
+    return added
 
 
 def _target(where: dict[str, Any]) -> Any:
@@ -127,7 +154,7 @@ def regenerate_inputs(
         model = {"model": name, "fingerprint": target["fingerprint"]}
     else:
         model = {"model": settings.model or config.target.name, "base_url": settings.base_url}
-    reading = ("format", "limit", "columns", "roles", "reasoning", "max_length")
+    reading = ("format", "limit", "columns", "roles", "reasoning", "max_length", "template_arguments")
     rules = {key: value for key, value in decisive(config.data).items() if key in reading}
     # The tokenizer comes with the chat template that makes the prompts.
     rules["tokenizer"] = target["tokenizer_fingerprint"]
@@ -147,17 +174,17 @@ def summary_line(pointer: RegeneratedPointer) -> str:
     """Return the counts of a file's rows and answers in one line."""
     answers = f"{pointer['num_answers']} answers in {pointer['num_rows']} rows"
     turns = f"{pointer['num_cut']} cut at the limit, {pointer['num_kept_turns']} turns kept"
-    return f"{answers}, {turns}, {pointer['num_refused']} rows rejected"
+    line = f"{answers}, {turns}, {pointer['num_refused']} rows rejected"
+    if pointer["num_rows_of_ids"]:
+        line += f", {pointer['num_rows_of_ids']} rows kept as the target's own ids"
+    if pointer["num_other_ids"]:
+        line += f", {pointer['num_other_ids']} answers whose text encodes to another number of ids"
+    return line
 
 
 def regenerated_source(pointer: RegeneratedPointer, storage_root: Path) -> Source:
     """Return the file that ingest reads in place of the raw one."""
     return Source(str(storage_root / pointer["path"] / pointer["file"]), pointer["digest"])
-
-
-def regenerated_data(data: DataConfig) -> DataConfig:
-    """Return the settings for reading regenerated files: they are `messages`, whatever the raw files were."""
-    return replace(data, format="messages", columns={}, roles={})
 
 
 def cache_path(storage_root: Path) -> Path:

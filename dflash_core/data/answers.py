@@ -38,6 +38,8 @@ class Answer:
     finish_reason: str
     # Generated tokens; 0 where an endpoint does not report them.
     num_tokens: int
+    # The tokens themselves, an end token included; None where only the text is known.
+    token_ids: list[int] | None = None
 
 
 class Generator(Protocol):

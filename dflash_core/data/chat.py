@@ -53,6 +53,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     # Indices of messages that were cut: their end of turn is not supervised.
     open_ends: frozenset[int] = frozenset()
+    # Indices of assistant messages that are not supervised: blank, or marked as not to be trained on.
+    unsupervised: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ class ChatEncoder:
         self._controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         names = dict(self.tokenizer.special_tokens_map)
         self.template = ChatTemplate(text, names, controls, self.config.rewritten_history)
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """The control token that the template writes after an answer; None if it writes none."""
+        return self._control_ids.get(self.template._end_of_turn or "")
 
     def _make_encoder(self) -> Tokenizer:
         """Return a tokenizer without post-processor: templates write BOS, and offsets keep leading spaces."""

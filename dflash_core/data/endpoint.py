@@ -14,7 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from typing import Any
@@ -40,6 +40,9 @@ class Endpoint:
         config: `base_url` must be set.
         model: name of the model at the endpoint.
         api_key: sent as a bearer token if given; never stored.
+        stop_token_ids: end answers too, for an end of turn that only the chat template knows. vLLM and SGLang
+            read them; not sent if there are none, because other endpoints may reject the field.
+        template_arguments: `data.template_arguments`, sent as `chat_template_kwargs` if there are any.
         first_pause_seconds: pause before the first retry; doubled for each further one.
     """
 
@@ -49,6 +52,8 @@ class Endpoint:
         model: str,
         *,
         api_key: str | None = None,
+        stop_token_ids: Sequence[int] = (),
+        template_arguments: Mapping[str, Any] | None = None,
         first_pause_seconds: float = FIRST_PAUSE_SECONDS,
     ) -> None:
         assert config.base_url is not None
@@ -59,7 +64,12 @@ class Endpoint:
             "seed": config.seed,
             "max_tokens": config.max_new_tokens,
         }
-        self.identity = {"model": model, "base_url": config.base_url, **self.sampling}
+        self._extras: dict[str, Any] = {}
+        if stop_token_ids:
+            self._extras["stop_token_ids"] = list(stop_token_ids)
+        if template_arguments:
+            self._extras["chat_template_kwargs"] = dict(template_arguments)
+        self.identity = {"model": model, "base_url": config.base_url, **self.sampling, **self._extras}
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -104,7 +114,7 @@ class Endpoint:
         body: dict[str, Any] = {"model": self.model, "messages": wire_messages(request.messages)}
         if request.tools:
             body["tools"] = request.tools
-        data = json.dumps({**body, **self.sampling}).encode()
+        data = json.dumps({**body, **self.sampling, **self._extras}).encode()
         for attempt in range(self.config.max_retries + 1):
             pause = min(LONGEST_PAUSE_SECONDS, self._first_pause * 2**attempt)
             try:

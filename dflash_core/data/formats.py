@@ -85,6 +85,7 @@ class RowReader:
             "alpaca": self._alpaca,
             "prompt_response": self._prompt_response,
             "tokenised": self._tokenised,
+            "regenerated": self._regenerated,
         }
         self._read = readers[format_name]
         self._roles = {**ROLES, **config.roles}
@@ -112,6 +113,13 @@ class RowReader:
         if row.get("input_ids") is None or row.get("loss_mask") is None:
             raise RowError("no input_ids and loss_mask", f"columns: {', '.join(row)}")
         return Tokens(row["input_ids"], row["loss_mask"])
+
+    def _regenerated(self, row: Row) -> Conversation | Tokens:
+        """Read a row of `messages` that may hold `tokens`, the ids that the target chose."""
+        if not isinstance(row.get("tokens"), dict):
+            return self._turns(row)
+        self.notes["kept as the ids that the target chose (their text encodes to others)"] += 1
+        return self._tokenised(row["tokens"])
 
     def _alpaca(self, row: Row) -> Conversation:
         output = next((row[name] for name in ("output", "response") if row.get(name) is not None), None)

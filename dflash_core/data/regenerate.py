@@ -6,6 +6,10 @@
   conversation that ends with a question gets its answer.
 - Assistant turns are generated in order, each after the target's own answers to the earlier turns. Two kinds
   of turns are kept unchanged: one before any question, and one whose tool calls the next turn answers.
+- A turn that is marked as not to be trained on (`"loss": false`) is kept too, with its mark.
+- A row whose text would encode to other ids than the target chose also holds `tokens`, with the ids and their
+  loss mask (`chosen_ids.py`): ingest then uses these. An endpoint's answers are known as text alone; those
+  whose text encodes to another number of ids than was generated are counted (`num_other_ids`).
 - A turn that was cut at the token limit has `finish_reason: length` and, unless `regenerate.cut_turns` is
   closed, `open_end: true`: ingest then does not supervise the end of turn that the template writes after it.
 - Every answer is on disk before it is used: a run that was killed generates only the remaining answers, and a
@@ -26,9 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_core.config import DATA_COLUMNS, DataConfig
+from dflash_core.config import DATA_COLUMNS, DataConfig, regenerated_data
 from dflash_core.data.answers import LENGTH, Answer, AnswerCache, Generator, Message, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection
+from dflash_core.data.chosen_ids import GeneratedTurn, chosen_ids
 from dflash_core.data.containers import RawRow
 from dflash_core.data.formats import REASONING_FIELDS, RowReader
 from dflash_core.data.ingest import open_rows
@@ -39,6 +44,7 @@ ROWS_AHEAD = 1024
 LINE_SECONDS = 10.0
 COUNTS: tuple[str, ...] = ("num_rows", "num_blank", "num_refused")
 COUNTS += ("num_answers", "num_cached", "num_cut", "num_kept_turns", "num_tokens")
+COUNTS += ("num_rows_of_ids", "num_other_ids")
 _FORMAT_COLUMNS = {*DATA_COLUMNS, "regenerated_by", "rejection"}
 
 
@@ -80,6 +86,7 @@ def regenerate_file(
         )
     progress = progress or Progress(str(path), quiet=True)
     with open(out_path, "wb") as file, progress:
+        format_name = "messages" if format_name == "regenerated" else format_name
         work = _Regeneration(config, encoder, generator, cache, file, progress, cut_turns)
         reader = RowReader(format_name, config, reads=encoder.template.reads, notes=work.notes)
         work.run(rows, reader)
@@ -99,6 +106,7 @@ class _Row:
     written: list[Message] = field(default_factory=list)
     num_answers: int = 0
     num_kept: int = 0
+    generated: dict[int, GeneratedTurn] = field(default_factory=dict)
 
     def next_prompt(self) -> list[Message] | None:
         """Return the conversation up to the next turn to generate; None if no such turn is left.
@@ -111,18 +119,31 @@ class _Row:
             if messages[number]["role"] == "assistant" and not self._is_kept(number):
                 return self.shown
             self.num_kept += messages[number]["role"] == "assistant"
-            turn = dict(messages[number])
-            self.shown.append(turn)
-            self.written.append({**turn, "open_end": True} if number in self.conversation.open_ends else turn)
+            self.shown.append(dict(messages[number]))
+            self.written.append({**messages[number], **self._marks(number)})
         return self.shown if self.shown and self.shown[-1]["role"] in ("user", "tool") else None
 
+    def _marks(self, number: int) -> dict[str, Any]:
+        """Return the marks of a turn that is kept."""
+        marks: dict[str, Any] = {"open_end": True} if number in self.conversation.open_ends else {}
+        return {**marks, "loss": False} if self._is_untrained(number) else marks
+
+    def _is_untrained(self, number: int) -> bool:
+        """Return True for a turn marked as not to be trained on. Blank turns are not supervised either."""
+        message = self.conversation.messages[number]
+        is_blank = not message["content"].strip() and not message.get("tool_calls")
+        return number in self.conversation.unsupervised and not is_blank
+
     def _is_kept(self, number: int) -> bool:
+        if self._is_untrained(number):
+            return True
         messages = self.conversation.messages
         is_asked = any(message["role"] in ("user", "tool") for message in messages[:number])
         return not is_asked or any(message["role"] == "tool" for message in messages[number + 1 : number + 2])
 
-    def take(self, answer: Answer) -> None:
-        """Append this answer as the next turn."""
+    def take(self, answer: Answer, prompt_ids: list[int]) -> None:
+        """Append this answer to the prompt with these ids as the next turn."""
+        self.generated[len(self.written)] = GeneratedTurn(prompt_ids, answer)
         mark: dict[str, Any] = {"finish_reason": answer.finish_reason}
         if answer.finish_reason == LENGTH and self.cut_turns == "open":
             mark["open_end"] = True
@@ -131,7 +152,7 @@ class _Row:
         self.num_answers += 1
 
     def output(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Return the row as it is written."""
+        """Return the row as it is written, without ids."""
         tools = {"tools": self.conversation.tools} if self.conversation.tools else {}
         origin = {"regenerated_by": identity} if self.num_answers else {}
         return {**self.columns, "messages": self.written, **tools, **origin}
@@ -155,6 +176,11 @@ class _Regeneration:
         self.counts, self.notes = progress.counts, Counter[str]()
         self.hasher = hashlib.sha256()
         self._settings = {"by": generator.identity, "template": encoder.template.text}
+        if config.template_arguments:
+            self._settings["template_arguments"] = config.template_arguments
+        # Reads a written row as ingest will; its remarks are ingest's.
+        written = regenerated_data(config)
+        self._rereader = RowReader(written.format, written, reads=encoder.template.reads, notes=Counter())
         self._pending: deque[Request] = deque()
         self._waiting: dict[str, list[_Row]] = {}
         self._finished: dict[int, Any] = {}
@@ -170,7 +196,7 @@ class _Regeneration:
                 if isinstance(answer, Rejection):
                     self._reject(row.number, answer)
                 else:
-                    self._take(row, answer)
+                    self._take(row, answer, request)
                     self._ask(row)
             self._read_ahead(rows, reader)
         assert not self._waiting
@@ -216,9 +242,22 @@ class _Regeneration:
                 self._pending.append(request)
                 return
             self.counts["num_cached"] += 1
-            self._take(row, answer)
+            self._take(row, answer, request)
         self.counts["num_kept_turns"] += row.num_kept
-        self._finish(row.number, row.output(self.generator.identity))
+        self._finish(row.number, self._output(row))
+
+    def _output(self, row: _Row) -> dict[str, Any]:
+        """Return the row as it is written, with the target's ids if its text encodes to others."""
+        output = row.output(self.generator.identity)
+        conversation = self._rereader.read(output) if row.generated else None
+        if not isinstance(conversation, Conversation):
+            return output
+        chosen, num_other = chosen_ids(self.encoder, conversation, row.generated)
+        self.counts["num_other_ids"] += num_other
+        if chosen is None:
+            return output
+        self.counts["num_rows_of_ids"] += 1
+        return {**output, "tokens": {"input_ids": chosen.token_ids, "loss_mask": chosen.loss_mask}}
 
     def _request(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Request | Rejection:
         token_ids = self.encoder.prompt_ids(messages, tools)
@@ -232,8 +271,8 @@ class _Regeneration:
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return Request(key, list(messages), tools, token_ids)
 
-    def _take(self, row: _Row, answer: Answer) -> None:
-        row.take(answer)
+    def _take(self, row: _Row, answer: Answer, request: Request) -> None:
+        row.take(answer, request.token_ids)
         self.counts["num_answers"] += 1
         self.counts["num_cut"] += answer.finish_reason == LENGTH
 

@@ -20,6 +20,7 @@ from dflash_core.decoding.acceptance import (
     acceptance_report,
     find_divergences,
 )
+from dflash_core.decoding.generate import answer_text
 from dflash_core.decoding.prompt_sets import PromptSets
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Decoded, Prompt, plain_decode, speculative_decode
@@ -181,8 +182,7 @@ def decode_all(target: Target, drafter: DFlashDrafter, sets: PromptSets, samplin
         if sets.encoder is None:
             break
         for row, answer in zip(rows, result.plain.generations, strict=True):
-            text = sets.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            answers.setdefault(row, []).append(text)
+            answers.setdefault(row, []).append(answer_text(sets.tokenizer, answer))
         rows, prompts = sets.following({row: answers[row] for row in rows})
     assert total is not None
     return total

@@ -28,7 +28,7 @@ class BatchDecoder:
     else is in the batch.
 
     Args:
-        target: the loaded target; the layers it captures do not matter.
+        target: the loaded target, after `Target.end_answers`; the layers it captures do not matter.
         tokenizer: the target's own.
         config: sampling and `batch_size`.
         model: name and fingerprint of the target, for `identity`.
@@ -44,12 +44,14 @@ class BatchDecoder:
             seed=config.seed,
             batch_size=config.batch_size,
         )
-        self.identity = {
+        self.identity: dict[str, Any] = {
             **model,
             "temperature": config.temperature,
             "seed": config.seed,
             "max_tokens": config.max_new_tokens,
         }
+        if target.added_eos_ids:
+            self.identity["end_ids"] = list(target.eos_ids)
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
         """Yield answers as they are completed; requests added to `pending` meanwhile form the next round."""
@@ -72,9 +74,15 @@ class BatchDecoder:
                     yield fitting[i], self._answer(generation)
 
     def _answer(self, generation: Generation) -> Answer:
-        """Return the tokens as text; an incomplete UTF-8 character at the token limit is dropped."""
-        text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        is_cut = generation.finished == LENGTH
-        text = text.rstrip("\ufffd") if is_cut else text
-        message = {"role": "assistant", "content": text}
-        return Answer(message, LENGTH if is_cut else "stop", len(generation.token_ids))
+        """Return the tokens and their text, without an incomplete UTF-8 character at the token limit."""
+        text, is_cut = answer_text(self.tokenizer, generation), generation.finished == LENGTH
+        message = {"role": "assistant", "content": text.rstrip("\ufffd") if is_cut else text}
+        token_ids = list(generation.token_ids)
+        return Answer(message, LENGTH if is_cut else "stop", len(token_ids), token_ids)
+
+
+def answer_text(tokenizer: Any, generation: Generation) -> str:
+    """Return an answer's text: without its end token, which need not be special, and special tokens."""
+    is_ended = generation.finished == "end"
+    token_ids = generation.token_ids[:-1] if is_ended else generation.token_ids
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))

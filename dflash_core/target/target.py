@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 from dflash_core.microbatch import Features
 from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
 from dflash_core.target.load import load_model
 
 # For so few rows, head @ rows.T is up to 4 times faster than rows @ head.T on a CPU.
@@ -53,7 +55,9 @@ class Target:
         head: torch.Tensor = model.get_output_embeddings().weight.detach()
         # [V, D]; with a device map it may lie on another device than the embedding.
         self.head_weight = head.to(self.device)
+        # Tokens that end an answer; `end_answers` adds those that the configs do not name.
         self.eos_ids = _eos_ids(model)
+        self.added_eos_ids: tuple[int, ...] = ()
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         self.can_pack = kinds <= {"full_attention", "sliding_attention"}
 
@@ -96,6 +100,24 @@ class Target:
         )
         features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
         return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
+
+    def end_answers(self, tokenizer: Any, data: DataConfig) -> None:
+        """Let answers end at every token of `end_ids`, and print those that the configs do not name.
+
+        Everything that decodes answers calls it once, so plain and speculative decoding end alike.
+
+        Args:
+            tokenizer: the target's own.
+            data: names the chat template, where it is not the tokenizer's.
+
+        Raises:
+            UserError: the chat template cannot be read or does not compile.
+        """
+        configured, self.eos_ids = self.eos_ids, end_ids(self.eos_ids, tokenizer, data)
+        added = tuple(token for token in self.eos_ids if token not in configured)
+        if added:
+            self.added_eos_ids += added
+            print(added_ends_remark(configured, added, tokenizer), flush=True)
 
     @torch.inference_mode()
     def capture(
@@ -262,6 +284,6 @@ class Target:
 def _eos_ids(model: Any) -> tuple[int, ...]:
     """Return all end ids of the generation config, else of the config."""
     for config in (getattr(model, "generation_config", None), model.config):
-        if (ids := getattr(config, "eos_token_id", None)) is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+        if ids := as_ids(getattr(config, "eos_token_id", None)):
+            return ids
     return ()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prefect import get_run_logger
 
-from dflash_core.config import RunConfig, to_dict
+from dflash_core.config import RunConfig, regenerated_data, to_dict
 from dflash_core.drafter.compatibility import check_compatible
 from dflash_core.errors import UserError
 from flows.runtime.deployments import FlowOptions
@@ -85,7 +85,7 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: TargetPo
     if config.regenerate.enabled:
         regenerated = regenerate_all(config, options, target_pointer, _unique(sources))
         sources = [regenerate.regenerated_source(pointer, root) for pointer in regenerated]
-        config = replace(config, data=regenerate.regenerated_data(config.data))
+        config = replace(config, data=regenerated_data(config.data))
     rules = ingest.ingest_rules(config, digests)
     digests.save()
     unique = _unique(sources)

@@ -44,6 +44,10 @@ class RegeneratedPointer(Pointer):
     num_cut: int
     num_kept_turns: int
     num_refused: int
+    # Rows that also hold the ids that the target chose, because their text encodes to others.
+    num_rows_of_ids: int
+    # Answers that are known as text alone, and whose text encodes to another number of ids.
+    num_other_ids: int
 
 
 class ShardPointer(Pointer):

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, RunConfig, from_dict, to_dict
+from dflash_core.config import DataConfig, RunConfig, from_dict, regenerated_data, to_dict
 from tasks.ingest import Source, ingest
-from tasks.regenerate import regenerate, regenerate_inputs, regenerated_data, target_for_all_files, where_of
+from tasks.regenerate import regenerate, regenerate_inputs, target_for_all_files, where_of
 from tasks.storage.file_digests import FileDigests
 
 PROMPTS = ["def area", "for name in names:", "The target accepts the longest run it would have written", "if"]
