@@ -11,12 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import EvaluationConfig, from_dict
+from dflash_core.config import DataConfig, EvaluationConfig, decisive, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
+
+# Settings of `data` with which prompts are rendered, besides the template itself.
+RENDERING = ("template_arguments",)
 
 
 def prompt_set_digests(
@@ -60,15 +63,18 @@ def evaluate_drafter(
     temperature: float,
     batch_size: int,
     where: dict[str, Any],
+    rendering: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write evaluation.json, records.jsonl (one record per prompt) and the plot of acceptance by position.
 
     Args:
         where: `EvaluationInputs` as JSON types.
+        rendering: settings with which prompt files are rendered, where they are not the defaults.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from dflash_core.data.chat import load_tokenizer
     from dflash_core.decoding.evaluate import decode_all
     from dflash_core.decoding.prompt_sets import PromptSets
     from dflash_core.decoding.sampling import Sampling
@@ -88,12 +94,15 @@ def evaluate_drafter(
         trust_remote_code=inputs.trust_remote_code,
         device_map=inputs.device_map,
     )
+    tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
+    target.end_answers(tokenizer, inputs.data)
     sets = PromptSets([prompt_set["name"] for prompt_set in prompt_sets], num_prompts, inputs)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
     report["chat_template_digest"] = chat_template_digest  # null: the target's own template
+    report["template_arguments"] = (rendering or {}).get("template_arguments", {})
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
@@ -110,13 +119,13 @@ def evaluation_key_inputs(
     drafter_directory: Path,
     target_fingerprint: str,
     sets: list[dict[str, str]],
-    chat_template: str | None,
+    data: DataConfig,
     digests: FileDigests,
 ) -> dict[str, Any]:
     """Return the inputs of the stage that decide its result.
 
     Args:
-        chat_template: `data.chat_template`, with which prompt files are rendered.
+        data: its chat template renders prompt files and ends answers; its arguments render prompt files.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -128,10 +137,13 @@ def evaluation_key_inputs(
         )
     settings = asdict(config)
     del settings["prompts"]
+    # Prompts of the validation samples are tokens already.
+    rendering = {k: v for k, v in decisive(data).items() if k in RENDERING and config.prompts}
     return {
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
-        "chat_template_digest": digests.of(Path(chat_template)) if chat_template and config.prompts else None,
+        "chat_template_digest": digests.of(Path(data.chat_template)) if data.chat_template else None,
         **settings,
+        **({"rendering": rendering} if rendering else {}),
     }

@@ -77,12 +77,16 @@ def _generator(
     """Return the generator of answers: the endpoint where one is named, else the target in this process."""
     if config.base_url is not None:
         from dflash_core.data.endpoint import Endpoint
+        from dflash_core.target.end_ids import ends_unknown_to_engines
 
+        stop_token_ids, remark = ends_unknown_to_engines(where["target_directory"], tokenizer, data)
+        if remark:
+            print(f"{remark}; the endpoint is asked to stop there (stop_token_ids)", flush=True)
         return Endpoint(
             config,
             model["model"],
             api_key=os.environ.get(config.api_key_env),
-            stop_token_ids=_unknown_ends(data, tokenizer, where),
+            stop_token_ids=stop_token_ids,
             template_arguments=data.template_arguments,
         )
     from dflash_core.decoding.generate import BatchDecoder
@@ -90,19 +94,6 @@ def _generator(
     target = _target(where)
     target.end_answers(tokenizer, data)
     return BatchDecoder(target, tokenizer, config, model)
-
-
-def _unknown_ends(data: DataConfig, tokenizer: Any, where: dict[str, Any]) -> list[int]:
-    """Return the end tokens that an engine does not know from the target's files, and print them."""
-    from dflash_core.target.end_ids import added_ends_remark, configured_end_ids, end_ids
-
-    configured = configured_end_ids(where["target_directory"])
-    known = {*configured, tokenizer.eos_token_id}
-    added = [token for token in end_ids(configured, tokenizer, data) if token not in known]
-    if added:
-        remark = added_ends_remark(configured, added, tokenizer)
-        print(f"{remark}; the endpoint is asked to stop there (stop_token_ids)", flush=True)
-    return added
 
 
 def _target(where: dict[str, Any]) -> Any:

@@ -60,9 +60,11 @@ def check_engine(
         UserError: no engine, or it failed.
         ServeCheckFailed: after everything is written.
     """
+    from dflash_core.data.chat import load_tokenizer
     from dflash_core.decoding.prompt_sets import PromptSets
     from dflash_core.drafter.export import load_drafter
     from dflash_core.target.compute_dtype import dtype_name, resolve_dtype
+    from dflash_core.target.end_ids import ends_unknown_to_engines
 
     settings: RunConfig = from_dict(RunConfig, config)
     places: EvaluationInputs = from_dict(EvaluationInputs, inputs)
@@ -71,6 +73,7 @@ def check_engine(
     drafter = load_drafter(places.drafter_directory)
     sets = PromptSets(prompt_set_names, evaluation.num_prompts, places)
     prompts = [list(prompt.token_ids) for prompt in sets.first()[1]]
+    tokenizer = load_tokenizer(places.target_directory, trust_remote_code=places.trust_remote_code)
     request = {
         "target": places.target_directory,
         "drafter": None,
@@ -79,6 +82,7 @@ def check_engine(
         "prompts": prompts,
         "max_new_tokens": evaluation.max_new_tokens,
         "max_num_seqs": max_num_seqs,
+        "stop_token_ids": list(ends_unknown_to_engines(places.target_directory, tokenizer, places.data)[0]),
         "identity": {**identity, "engine": version, "script": SCRIPT.read_text(encoding="utf-8")},
     }
     drafter_directory = Path(places.drafter_directory)

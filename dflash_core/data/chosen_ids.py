@@ -148,7 +148,7 @@ class _Row:
         return end
 
     def _is_other_count(self, number: int, run: tuple[int, int]) -> bool:
-        """Return True if the ids of a text cannot be those generated; endpoints may not count the end token."""
+        """Return True if a text encodes to another number of ids; endpoints may leave out the end token."""
         if number not in self.generated or self.generated[number].answer.token_ids is not None:
             return False
         answer, written = self.generated[number].answer, run[1] - run[0]

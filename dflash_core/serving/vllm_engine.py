@@ -6,8 +6,8 @@ A script that imports nothing of this project and is imported by nothing: vLLM p
 transformers, so the two sides share no process and no environment, only these two files.
 
 Request: `target`, `drafter` (a directory, or null for plain decoding), `block_size`, `dtype`, `prompts`
-(lists of token ids), `max_new_tokens`, `max_num_seqs`. Greedy; an answer ends at the target's end token or at
-the limit.
+(lists of token ids), `max_new_tokens`, `max_num_seqs`, `stop_token_ids` (ends of an answer that
+the target's files do not name). Greedy; an answer ends at an end token of the target or at the limit.
 
 Answer: `token_ids` by prompt; `emitted` by prompt, the number of tokens in each output of the engine: the
 first is the prefill's, each later one a verification's, cut where the answer ends; `metrics`, the engine's
@@ -83,7 +83,10 @@ def run(request: dict) -> dict:
         seed=0,
     )
     sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=request["max_new_tokens"], output_kind=RequestOutputKind.DELTA
+        temperature=0.0,
+        max_tokens=request["max_new_tokens"],
+        stop_token_ids=request.get("stop_token_ids") or None,
+        output_kind=RequestOutputKind.DELTA,
     )
     engine = llm.llm_engine
     for number, prompt in enumerate(request["prompts"]):

@@ -38,6 +38,19 @@ def end_ids(configured: Iterable[int], tokenizer: Any, data: DataConfig) -> tupl
     return tuple(sorted(token for token in named if token is not None))
 
 
+def ends_unknown_to_engines(
+    directory: Path | str, tokenizer: Any, data: DataConfig
+) -> tuple[tuple[int, ...], str]:
+    """Return the end ids that a serving engine does not read from the target's files, and a line about them.
+
+    Engines read those of the generation config and the tokenizer's EOS. Where these are all, both are empty.
+    """
+    configured = configured_end_ids(directory)
+    known = {*configured, tokenizer.eos_token_id}
+    added = tuple(token for token in end_ids(configured, tokenizer, data) if token not in known)
+    return added, added_ends_remark(configured, added, tokenizer) if added else ""
+
+
 def configured_end_ids(directory: Path | str) -> tuple[int, ...]:
     """Return the end ids of a target's generation config, else of its config, without loading the model."""
     for name in ("generation_config.json", "config.json"):

@@ -43,7 +43,7 @@ from dflash_core.dataflow.schedule import (
     validation_rows,
 )
 from dflash_core.dataflow.transfer import capture_here, connect, receive, serve
-from dflash_core.decoding.during_training import decoder_of, draftable_prompts
+from dflash_core.decoding.during_training import decoder_of, draftable_prompts, end_answers
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import RunFailed, Stopped, UserError
 from dflash_core.launch.layout import make_layout, role_of
@@ -303,7 +303,10 @@ def _decoder(rank: Rank, target: Target | None) -> Decode | None:
         return None
     rows = validation_rows(store, config.num_validation_samples)
     prompts = draftable_prompts(store, rows)
-    return decoder_of(target, prompts, rank.stop.is_set) if prompts else None
+    if not prompts:
+        return None
+    end_answers(target, rank.run.target, rank.run.config)
+    return decoder_of(target, prompts, rank.stop.is_set)
 
 
 def _choose_checkpoint(run: RunSpec, checkpoints: Checkpointer, facts: dict[str, Any]) -> Path | None:

@@ -70,7 +70,7 @@ def evaluate(
         drafter_directory=drafter,
         target_fingerprint=target_pointer["fingerprint"],
         sets=_prompt_sets(config, dataset, digests),
-        chat_template=config.data.chat_template,
+        data=config.data,
         digests=digests,
     )
     digests.save()

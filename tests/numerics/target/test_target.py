@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.support.tiny_target import make_tiny_target
+from benchmarks.support.tiny_target import make_tiny_target, make_tiny_tokenizer
+from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
 from dflash_core.target.captured_layers import target_layer_ids
@@ -225,6 +226,20 @@ def test_a_target_that_mixes_outside_of_attention_is_rejected_packed(tiny_target
 def test_all_end_tokens_are_known(tiny_target_dir: Path, qwen3_dir: Path) -> None:
     assert Target.load(tiny_target_dir, layer_ids=[1], compute_dtype="float32").eos_ids == (2,)
     assert Target.load(qwen3_dir, layer_ids=[1], compute_dtype="float32").eos_ids == (2, 5)
+
+
+def test_answers_end_at_the_end_of_turn_that_only_the_template_knows(
+    tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target.load(tiny_target_dir, layer_ids=[1], compute_dtype="float32")
+    target.end_answers(make_tiny_tokenizer(), DataConfig())
+    assert (target.eos_ids, target.added_eos_ids, capsys.readouterr().out) == ((2,), (), "")
+    target.eos_ids = (9,)
+    for _ in range(2):
+        target.end_answers(make_tiny_tokenizer(), DataConfig())
+    assert (target.eos_ids, target.added_eos_ids) == ((2, 9), (2,))
+    [line] = capsys.readouterr().out.splitlines()
+    assert "2 '<|im_end|>'" in line
 
 
 def test_features_are_rounded_to_the_feature_dtype(tiny_target_dir: Path) -> None:

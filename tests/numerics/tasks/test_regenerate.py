@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from dflash_core.config import DataConfig, RunConfig, from_dict, regenerated_data, to_dict
+from dflash_core.target.target import Target
 from tasks.ingest import Source, ingest
 from tasks.regenerate import regenerate, regenerate_inputs, target_for_all_files, where_of
 from tasks.storage.file_digests import FileDigests
@@ -64,11 +69,55 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
     assert isinstance(regenerated_data(DataConfig(columns={"prompt": "x"})), DataConfig)
 
 
+def test_an_answer_ends_at_an_end_of_turn_that_only_the_template_knows(
+    tmp_path: Path, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third token of each answer is the template's end of turn, and the configs name another token."""
+    directory = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, directory)
+    for name, eos in (("generation_config.json", 0), ("tokenizer_config.json", "<|endoftext|>")):
+        values = json.loads((directory / name).read_text())
+        values["eos_token_id" if isinstance(eos, int) else "eos_token"] = eos
+        (directory / name).write_text(json.dumps(values))
+    calls, logits = [], Target.logits
+
+    def ends_third(target: Target, hidden: torch.Tensor) -> torch.Tensor:
+        out = logits(target, hidden)
+        calls.append(0)
+        out[..., 2] = 1e6 if len(calls) % 3 == 0 else -1e6
+        return out
+
+    monkeypatch.setattr(Target, "logits", ends_third)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "def area", "response": "old"}) + "\n")
+    config = from_dict(
+        RunConfig,
+        {
+            "target": {"name": str(directory), "compute_dtype": "float32"},
+            "regenerate": {"enabled": True, "max_new_tokens": 8},
+            "training": {"device": "cpu"},
+        },
+    )
+    source = Source(str(tmp_path / "a.jsonl"), "digest")
+    target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
+    inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
+    (tmp_path / "out").mkdir()
+    with target_for_all_files():
+        where = where_of(config, source, tmp_path, directory)
+        pointer = regenerate.write(tmp_path / "out", **inputs, where=where)
+    row = json.loads((tmp_path / "out" / "a.jsonl").read_text())
+    assert (pointer["num_cut"], pointer["num_tokens"]) == (0, 3)
+    assert row["messages"][1]["finish_reason"] == "stop"
+    assert row["regenerated_by"]["end_ids"] == [0, 2]
+    assert "answers also end at 2 '<|im_end|>'" in capsys.readouterr().out
+
+
 def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> None:
     """Other sampling gives other answers; batch size and retries do not change them."""
 
-    def key(target: str = "f", **settings: Any) -> str:
+    def key(target: str = "f", arguments: dict[str, Any] | None = None, **settings: Any) -> str:
         values = {"target": {"name": str(tiny_target_dir)}, "regenerate": {"enabled": True, **settings}}
+        if arguments is not None:
+            values["data"] = {"template_arguments": arguments}
         config = from_dict(RunConfig, values)
         source = Source(str(tmp_path / "a.jsonl"), "digest")
         known = {"fingerprint": target, "tokenizer_fingerprint": "t"}
@@ -77,6 +126,7 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
         return regenerate.key({**inputs, "where": where})
 
     assert key() == key(batch_size=1, concurrency=1, max_retries=0, timeout_seconds=1.0)
+    assert key() == key(arguments={})
     endpoint = {"base_url": "http://a/v1"}
     assert key(**endpoint) == key(target="other", **endpoint)
     keys = [key(), key(target="other"), key(seed=1), key(temperature=0.5), key(max_new_tokens=9)]
@@ -85,5 +135,6 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
         key(**endpoint),
         key(**endpoint, model="m"),
         key(base_url="http://b/v1"),
+        key(arguments={"enable_thinking": False}),
     ]
     assert len(set(keys)) == len(keys)

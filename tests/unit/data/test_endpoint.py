@@ -101,6 +101,15 @@ def test_request_and_answer(server: Server) -> None:
     assert "secret" not in json.dumps(client.identity)
 
 
+def test_an_end_of_turn_that_engines_do_not_know_and_template_arguments_are_sent(server: Server) -> None:
+    config = RegenerateConfig(base_url=f"http://127.0.0.1:{server.server_port}/v1")
+    extras = {"stop_token_ids": [2], "chat_template_kwargs": {"enable_thinking": False}}
+    client = Endpoint(config, "tiny", stop_token_ids=[2], template_arguments={"enable_thinking": False})
+    list(client.answers(requests("q")))
+    assert {name: server.bodies[0].get(name) for name in extras} == extras
+    assert client.identity == {**Endpoint(config, "tiny").identity, **extras}
+
+
 def test_temporary_failures_are_retried(server: Server) -> None:
     server.fails.extend([500, 429, 503])
     [(_, answer)] = endpoint(server).answers(requests("q"))
@@ -197,7 +206,8 @@ def test_the_stage_asks_the_endpoint(
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")
     base_url = f"http://127.0.0.1:{server.server_port}/v1"
     settings = {"enabled": True, "base_url": base_url, "model": "served", "api_key_env": "A_KEY"}
-    config = from_dict(RunConfig, {"regenerate": settings})
+    arguments = {"enable_thinking": False}
+    config = from_dict(RunConfig, {"regenerate": settings, "data": {"template_arguments": arguments}})
     source = Source(str(tmp_path / "a.jsonl"), "d")
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
@@ -210,4 +220,7 @@ def test_the_stage_asks_the_endpoint(
     assert (row["id"], row["messages"][1]["content"]) == ("x", "a to q")
     assert (row["regenerated_by"]["model"], row["regenerated_by"]["base_url"]) == ("served", base_url)
     assert server.keys == ["Bearer other"]
+    assert server.bodies[0]["chat_template_kwargs"] == arguments
+    # The target's generation config names the end of turn of its template.
+    assert "stop_token_ids" not in server.bodies[0]
     assert pointer["num_tokens"] == 5

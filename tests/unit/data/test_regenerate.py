@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_core.config import DataConfig, RegenerateConfig
+from dflash_core.config import DataConfig, RegenerateConfig, regenerated_data
 from dflash_core.data import regenerate as module
 from dflash_core.data.answers import Answer, AnswerCache, Request
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
@@ -21,7 +22,7 @@ from dflash_core.data.ingest import ingest_file
 from dflash_core.data.regenerate import Progress, regenerate_file
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
-from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
+from tests.support.chat_families import CHATML, MASK_TOKEN_ID, TEMPLATES, small_tokenizer
 
 Row = dict[str, Any]
 BY = {"model": "fake"}
@@ -36,8 +37,11 @@ class Fake:
 
     identity = BY
 
-    def __init__(self, *, dies_after: int = 10**9, cuts: str = "-", rejects: str = "-") -> None:
+    def __init__(
+        self, *, dies_after: int = 10**9, cuts: str = "-", rejects: str = "-", chosen: str | None = None
+    ) -> None:
         self.asked: list[list[str]] = []
+        self.chosen = chosen
         self.dies_after, self.cuts, self.rejects = dies_after, cuts, rejects
 
     def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
@@ -50,6 +54,11 @@ class Fake:
             if self.rejects in question:
                 yield request, Rejection("rejected", question)
                 continue
+            if self.chosen is not None:
+                token_ids = small_tokenizer()(self.chosen, add_special_tokens=False)["input_ids"]
+                text = small_tokenizer().decode(token_ids, skip_special_tokens=True)
+                yield request, Answer(turn("assistant", text), "stop", len(token_ids), token_ids)
+                continue
             reason = "length" if self.cuts in question else "stop"
             yield request, Answer(turn("assistant", f"a to {question}"), reason, 3)
 
@@ -61,12 +70,12 @@ def regenerate(
     if isinstance(rows, list):
         rows = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     path.write_bytes(rows)
-    cut_turns = settings.pop("cut_turns", "open")
+    cut_turns, tokenizer = settings.pop("cut_turns", "open"), settings.pop("tokenizer", small_tokenizer())
     config = DataConfig(**settings)
     out = path.with_name("out") / path.name
     out.parent.mkdir(exist_ok=True)
     cache = AnswerCache(path.with_name("answers.sqlite"))
-    encoder = ChatEncoder(small_tokenizer(), config, None)
+    encoder = ChatEncoder(tokenizer, config, None)
     try:
         summary = regenerate_file(path, out, config, encoder, fake, cache, cut_turns=cut_turns)
     finally:
@@ -214,6 +223,19 @@ def test_turns_that_later_turns_answer_are_kept(tmp_path: Path) -> None:
     assert (summary["num_kept_turns"], summary["num_answers"]) == (2, 1)
 
 
+def test_a_turn_marked_as_not_to_be_trained_on_is_kept_with_its_mark() -> None:
+    """Blank turns are not supervised either, but are there to be answered."""
+    messages = [turn("user", "q"), turn("assistant", "kept"), turn("user", "r"), turn("assistant", " ")]
+    row = module._Row(0, Conversation(messages, unsupervised=frozenset((1, 3))), {}, "open")
+    assert row.next_prompt() == messages[:3]
+    row.take(Answer(turn("assistant", "new"), "stop", 1), [1])
+    assert row.next_prompt() is None
+    written = row.output(BY)["messages"]
+    assert written[1] == {**messages[1], "loss": False}
+    assert written[3] == {**turn("assistant", "new"), "finish_reason": "stop"}
+    assert row.num_kept == 1
+
+
 def test_pretokenised_input_is_rejected_by_name(tmp_path: Path) -> None:
     pq.write_table(pa.table({"input_ids": [[1, 2]], "loss_mask": [[0, 1]]}), tmp_path / "tokens.parquet")
     content = (tmp_path / "tokens.parquet").read_bytes()
@@ -240,6 +262,68 @@ def test_a_cut_answer_is_supervised_up_to_its_cut(tmp_path: Path, cut_turns: str
     first = "a to long" + ("" if cut_turns == "open" else "<|im_end|>")
     assert supervised(store.token_ids(0), store.loss_mask(0)) == [first, "a to q<|im_end|>"]
     assert sum(manifest["notes"].values()) == (1 if cut_turns == "open" else 0)
+
+
+@pytest.mark.parametrize("chosen", ["<turn>hello<|im_end|>", "hello<|endoftext|>", "hello<|im_end|>"])
+def test_ingest_reads_the_ids_that_the_target_chose(tmp_path: Path, chosen: str) -> None:
+    """Special tokens and another end token are no part of the text; the ids hold them."""
+    [output], summary = regenerate(
+        tmp_path / "x.jsonl", [{"prompt": "q", "response": "old"}], Fake(chosen=chosen)
+    )
+    assert output is not None
+    assert output["messages"][1]["content"] == "hello"
+    assert summary["num_rows_of_ids"] == int(chosen != "hello<|im_end|>")
+    assert ("tokens" in output) == bool(summary["num_rows_of_ids"])
+    shard, path = tmp_path / "shard", tmp_path / "out" / "x.jsonl"
+    config = regenerated_data(DataConfig())
+    manifest = ingest_file(path, config, small_tokenizer(), shard, mask_token_id=MASK_TOKEN_ID)
+    store = TokenStore.open([shard])
+    assert supervised(store.token_ids(0), store.loss_mask(0)) == [chosen]
+    assert sum(manifest["notes"].values()) == summary["num_rows_of_ids"]
+    # The ids are those of this target: another one reads the text.
+    other = ingest_file(
+        path, DataConfig(), small_tokenizer(), tmp_path / "other", mask_token_id=MASK_TOKEN_ID
+    )
+    assert (other["meta"]["format"], other["num_samples"]) == ("messages", 1)
+    store = TokenStore.open([tmp_path / "other"])
+    assert supervised(store.token_ids(0), store.loss_mask(0)) == ["hello<|im_end|>"]
+
+
+def test_template_arguments_ask_anew_and_none_asks_as_before(tmp_path: Path) -> None:
+    rows, asked = [{"prompt": "q", "response": "o"}], []
+    for arguments in ({}, {}, {"enable_thinking": False}, {"enable_thinking": True}):
+        fake = Fake()
+        regenerate(tmp_path / "x.jsonl", rows, fake, template_arguments=arguments)
+        asked.append(len(fake.asked))
+    assert asked == [1, 0, 1, 1]
+
+
+def test_a_row_of_a_system_turn_alone_is_kept_and_rejected_by_ingest(tmp_path: Path) -> None:
+    rows = [{"messages": [turn("system", "s")]}, {"messages": [turn("user", "q")]}]
+    output, summary = regenerate(tmp_path / "x.jsonl", rows, Fake())
+    assert output[0] == {"messages": [turn("system", "s")]}
+    assert (summary["num_rows"], summary["num_answers"], summary["num_refused"]) == (2, 1, 0)
+    config = regenerated_data(DataConfig(max_reject_share=1.0))
+    manifest = ingest_file(
+        tmp_path / "out" / "x.jsonl", config, small_tokenizer(), tmp_path / "shard", mask_token_id=None
+    )
+    assert (manifest["num_samples"], manifest["num_rejected"]) == (1, 1)
+
+
+def test_tools_reach_the_request_and_the_written_row(tmp_path: Path) -> None:
+    class Recorder(Fake):
+        def answers(self, pending: deque[Request]) -> Iterator[tuple[Request, Answer | Rejection]]:
+            self.tools = [request.tools for request in pending]
+            yield from super().answers(pending)
+
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    tools, fake = [{"type": "function", "function": {"name": "f"}}], Recorder()
+    row = {"messages": [turn("user", "q")], "tools": json.dumps(tools)}
+    [output], _ = regenerate(tmp_path / "x.jsonl", [row], fake, tokenizer=tokenizer)
+    assert fake.tools == [tools]
+    assert output is not None
+    assert output["tools"] == tools
 
 
 def supervised(token_ids: Any, loss_mask: Any) -> list[str]:
