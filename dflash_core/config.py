@@ -42,9 +42,13 @@ def execution_field(default: Any) -> Any:
     return field(default=default, metadata={"execution": True})
 
 
-def optional_field(factory: Any) -> Any:
-    """Declare a setting that is part of a key only where it differs from its default, `factory()`."""
-    return field(default_factory=factory, metadata={"optional": True})
+def optional_field(**default: Any) -> Any:
+    """Declare a setting that is part of a key only where it differs from its default.
+
+    Args:
+        default: `default` or `default_factory`, as for a field.
+    """
+    return field(**default, metadata={"optional": True})
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -100,8 +104,8 @@ class DataConfig:
     reasoning: Literal["keep", "drop"] = "drop"
     # a Jinja file; None: the tokenizer's own
     chat_template: str | None = None
-    # further variables of the chat template, e.g. {"enable_thinking": false}: wherever it renders
-    template_arguments: dict[str, Any] = optional_field(dict)
+    # variables of the chat template, JSON values: {"enable_thinking": false}
+    template_arguments: dict[str, Any] = optional_field(default_factory=dict)
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
@@ -442,11 +446,17 @@ def decisive(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             if inner := decisive(value):
                 out[f.name] = inner
-        elif f.metadata.get("optional") and value == typing.cast(Any, f.default_factory)():
-            continue
-        elif not f.metadata.get("execution"):
+        elif not f.metadata.get("execution") and not _is_left_out(f, value):
             out[f.name] = _json_value(value)
     return out
+
+
+def _is_left_out(f: dataclasses.Field[Any], value: Any) -> bool:
+    """Return True for an optional field (see `optional_field`) with its default."""
+    if not f.metadata.get("optional"):
+        return False
+    has_value = f.default_factory is dataclasses.MISSING
+    return bool(value == (f.default if has_value else typing.cast(Any, f.default_factory)()))
 
 
 def from_dict(cls: type, values: dict[str, Any], prefix: str = "") -> Any:
@@ -469,6 +479,8 @@ def from_dict(cls: type, values: dict[str, Any], prefix: str = "") -> Any:
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
     """Check `value` (JSON types) against a field's type and return it in that type."""
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, f"{name}.")
@@ -476,8 +488,6 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in args:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, name)
-    if hint is Any:
-        return value
     if origin is Literal:
         _require(isinstance(value, str) and value in args, name, value, ", ".join(args))
         return value

@@ -19,7 +19,7 @@ from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
 
 # Settings of `data` with which prompts are rendered, besides the template itself.
-RENDERING = ("template_arguments",)
+RENDERING = ("template_arguments", "template_date")
 
 
 def prompt_set_digests(

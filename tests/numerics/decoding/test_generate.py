@@ -47,6 +47,7 @@ def test_batches_answer_as_one_by_one(target: Target) -> None:
         text = tokenizer.decode(alone.token_ids, skip_special_tokens=True)
         assert answer.message == {"role": "assistant", "content": text.rstrip("\ufffd")}
         assert (answer.finish_reason, answer.num_tokens) == ("length", 7)
+        assert answer.token_ids == alone.token_ids
 
 
 def test_an_end_token_ends_an_answer_and_is_no_part_of_its_text(target: Target) -> None:
@@ -59,6 +60,10 @@ def test_an_end_token_ends_an_answer_and_is_no_part_of_its_text(target: Target) 
         target.eos_ids = earlier
     assert isinstance(answer, Answer)
     assert (answer.finish_reason, answer.num_tokens) == ("stop", first.index(first[2]) + 1)
+    # This end token is not a special one.
+    ended = first[: first.index(first[2])]
+    assert answer.message["content"] == make_tiny_tokenizer().decode(ended)
+    assert answer.token_ids == [*ended, first[2]]
 
 
 def test_sampled_answers_depend_on_the_prompt_and_the_seed_alone(target: Target) -> None:
