@@ -11,15 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, EvaluationConfig, decisive, from_dict
+from dflash_core.config import DataConfig, EvaluationConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.stages import stage
-
-# Settings of `data` with which prompts are rendered, besides the template itself.
-RENDERING = ("template_arguments", "template_date")
 
 
 def prompt_set_digests(
@@ -63,13 +60,11 @@ def evaluate_drafter(
     temperature: float,
     batch_size: int,
     where: dict[str, Any],
-    rendering: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write evaluation.json, records.jsonl (one record per prompt) and the plot of acceptance by position.
 
     Args:
         where: `EvaluationInputs` as JSON types.
-        rendering: settings with which prompt files are rendered, where they are not the defaults.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -102,7 +97,6 @@ def evaluate_drafter(
     report = result.report()
     report["prompt_sets"] = prompt_sets
     report["chat_template_digest"] = chat_template_digest  # null: the target's own template
-    report["template_arguments"] = (rendering or {}).get("template_arguments", {})
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     with (out / "records.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in result.records())
@@ -125,7 +119,7 @@ def evaluation_key_inputs(
     """Return the inputs of the stage that decide its result.
 
     Args:
-        data: its chat template renders prompt files and ends answers; its arguments render prompt files.
+        data: its settings of the chat template, which renders prompt files and says where answers end.
 
     Raises:
         UserError: the directory holds no exported drafter.
@@ -137,13 +131,10 @@ def evaluation_key_inputs(
         )
     settings = asdict(config)
     del settings["prompts"]
-    # Prompts of the validation samples are tokens already.
-    rendering = {k: v for k, v in decisive(data).items() if k in RENDERING and config.prompts}
     return {
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
         "chat_template_digest": digests.of(Path(data.chat_template)) if data.chat_template else None,
         **settings,
-        **({"rendering": rendering} if rendering else {}),
     }

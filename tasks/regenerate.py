@@ -145,8 +145,8 @@ def regenerate_inputs(
         model = {"model": name, "fingerprint": target["fingerprint"]}
     else:
         model = {"model": settings.model or config.target.name, "base_url": settings.base_url}
-    reading: tuple[str, ...] = ("format", "limit", "columns", "roles", "reasoning", "max_length")
-    reading += ("template_arguments", "template_date")
+    reading = ["format", "limit", "columns", "roles", "reasoning", "max_length"]
+    reading += ["template_arguments", "template_date"]
     rules = {key: value for key, value in decisive(config.data).items() if key in reading}
     # The tokenizer comes with the chat template that makes the prompts.
     rules["tokenizer"] = target["tokenizer_fingerprint"]

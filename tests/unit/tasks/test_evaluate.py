@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dflash_core.config import DataConfig, EvaluationConfig
 from tasks.evaluate import evaluation_key_inputs
@@ -14,27 +13,18 @@ def test_the_template_that_renders_prompt_files_decides_an_evaluation(tmp_path: 
     for name in ("config.json", "model.safetensors", "a.jinja", "b.jinja"):
         (tmp_path / name).write_text(name)
 
-    def inputs(template: str | None, *prompts: str, **arguments: object) -> dict[str, Any]:
-        return evaluation_key_inputs(
+    def digest(template: str | None, *prompts: str) -> object:
+        inputs = evaluation_key_inputs(
             EvaluationConfig(prompts=prompts),
             drafter_directory=tmp_path,
             target_fingerprint="t",
             sets=[],
-            data=DataConfig(
-                chat_template=template and str(tmp_path / template), template_arguments=arguments
-            ),
+            data=DataConfig(chat_template=template and str(tmp_path / template)),
             digests=FileDigests(tmp_path),
         )
-
-    def digest(template: str | None, *prompts: str) -> object:
-        return inputs(template, *prompts)["chat_template_digest"]
+        return inputs["chat_template_digest"]
 
     assert digest("a.jinja", "p.jsonl") != digest("b.jinja", "p.jsonl")
     assert digest(None, "p.jsonl") is None
     # It also says where an answer ends, whatever the prompts are.
     assert digest("a.jinja") == digest("a.jinja", "p.jsonl")
-    with_arguments = inputs(None, "p.jsonl", enable_thinking=False)
-    assert with_arguments.pop("rendering") == {"template_arguments": {"enable_thinking": False}}
-    assert with_arguments == inputs(None, "p.jsonl")
-    # Prompts of the validation samples are tokens already.
-    assert inputs(None, enable_thinking=False) == inputs(None)
