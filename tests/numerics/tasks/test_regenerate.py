@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dflash_core.config import DataConfig, RunConfig, from_dict, regenerated_data, to_dict
+from dflash_core.files import file_sha256
 from dflash_core.target.target import Target
 from tasks.ingest import Source, ingest
 from tasks.regenerate import regenerate, regenerate_inputs, target_for_all_files, where_of
@@ -97,7 +98,7 @@ def test_an_answer_ends_at_an_end_of_turn_that_only_the_template_knows(
             "training": {"device": "cpu"},
         },
     )
-    source = Source(str(tmp_path / "a.jsonl"), "digest")
+    source = Source(str(tmp_path / "a.jsonl"), file_sha256(tmp_path / "a.jsonl"))
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()
