@@ -180,11 +180,6 @@ class ChatEncoder:
         """The token that the template writes after an answer; None if it writes none."""
         return self._control_ids.get(self.template.end_of_turn or "")
 
-    @property
-    def end_of_turn_id(self) -> int | None:
-        """The control token that the template writes after an answer; None if it writes none."""
-        return self._control_ids.get(self.template._end_of_turn or "")
-
     def _make_encoder(self) -> Tokenizer:
         """Return a tokenizer without post-processor: templates write BOS, and offsets keep leading spaces."""
         encoder = Tokenizer.from_str(self._specification)
