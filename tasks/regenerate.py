@@ -25,7 +25,7 @@ _loaded: dict[tuple[str, ...], Any] = {}
 
 @stage(
     "regenerate",
-    version=3,
+    version=4,
     sources=(
         "dflash_core.data.regenerate",
         "dflash_core.data.endpoint",

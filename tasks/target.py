@@ -56,7 +56,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
     return bytes_digest(*(f"{name}\0".encode() + (directory / name).read_bytes() for name in names))
 
 
-@stage("target", version=1, sources=("dflash_core.target.materialise",), locations=("name",), **RETRY_IO)
+@stage("target", version=2, sources=("dflash_core.target.materialise",), locations=("name",), **RETRY_IO)
 def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dict[str, Any]:
     """Write the model into `out/model`."""
     from dflash_core.target.materialise import materialise

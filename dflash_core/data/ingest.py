@@ -49,7 +49,7 @@ OVER_LENGTH = "over length"
 
 # Columns that formats and their detection read; the others of a Parquet file stay on the disk.
 READ_COLUMNS = {*DATA_COLUMNS, *TURN_COLUMNS, *RESPONSE_COLUMNS, *REASONING_FIELDS, *MEDIA_COLUMNS}
-READ_COLUMNS |= {"rejection", "chosen", "rejected"}
+READ_COLUMNS |= {"rejection", "chosen", "rejected", "tokens"}
 
 # Line and element of a row (see `RawRow`), and what became of it.
 Item = tuple[int | None, int | None, Rendered | Sample | Rejection]

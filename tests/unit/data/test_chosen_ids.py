@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -28,7 +29,10 @@ class Written:
     """A conversation of a family whose assistant turns decode to the texts of the given ids."""
 
     def __init__(self, family: str, *answers: list[int] | str, **changes: Any) -> None:
-        self.encoder = ChatEncoder(small_tokenizer(family), DataConfig(), MASK_TOKEN_ID)
+        tokenizer = copy.deepcopy(small_tokenizer("chatml" if family == FORGETFUL else family))
+        if family == FORGETFUL:
+            tokenizer.chat_template = FORGETFUL
+        self.encoder = ChatEncoder(tokenizer, DataConfig(), MASK_TOKEN_ID)
         self.generated: dict[int, GeneratedTurn] = {}
         self.messages: list[Message] = []
         end = self.encoder.end_of_turn_id
@@ -59,6 +63,12 @@ class Written:
         return [(small_tokenizer().decode(run), is_supervised) for run, is_supervised in runs]
 
 
+# A template that renders an answer as three dots once the conversation goes on.
+FORGETFUL = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] if loop.last or message['role'] != 'assistant' else '...' }}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 END = {"llama": "<|eot|>", "gemma": "<end_of_turn>"}
 
 
@@ -135,11 +145,15 @@ def test_a_cut_turn_stays_text_up_to_its_last_word() -> None:
 
 
 def test_where_earlier_turns_are_rewritten_the_last_prompt_and_answer_are_kept() -> None:
-    row = Written("thinking", ids("yes<|im_end|>"), ids("hello<|im_end|>"))
+    letters = [token for letter in "hello" for token in ids(letter)]
+    row = Written(FORGETFUL, ids("yes<|im_end|>"), [*letters, *ids("<|im_end|>")])
     assert row.chosen() == [
         (small_tokenizer().decode(row.generated[3].prompt_ids), 0),
         ("hello<|im_end|>", 1),
     ]
+    assert row.token_ids[len(row.generated[3].prompt_ids) :] == [*letters, *ids("<|im_end|>")]
+    # The text of the last turn encodes to what the target chose.
+    assert Written(FORGETFUL, ids("yes<|im_end|>"), ids("hello<|im_end|>")).chosen() is None
 
 
 @pytest.mark.parametrize("num_tokens, expected", [(0, 0), (1, 0), (2, 0), (3, 1), (9, 1)])
