@@ -6,4 +6,4 @@ SELECT
     coalesce(
         sum(hash(sequence_length, source, num_supervised_tokens, num_eligible_anchors, validation_key < $validation_bound)::HUGEINT), 0
     )::VARCHAR AS sum_of_hashes
-FROM read_parquet($shards, union_by_name = true)
+FROM read_parquet($shards, union_by_name = true, hive_partitioning = false)

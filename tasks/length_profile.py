@@ -6,6 +6,7 @@ the other relations read. The stage reruns when lengths or the SQL change; its k
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import tempfile
@@ -46,9 +47,14 @@ def query(connection: Any, name: str, parameters: dict[str, Any] | None = None) 
     return [dict(zip(columns, row)) for row in result.fetchall()]
 
 
+def _exact(samples: Sequence[Path | str]) -> list[str]:
+    """Return paths such that DuckDB reads these files alone: it takes *, ? and [ in a path for a pattern."""
+    return [glob.escape(str(path)) for path in samples]
+
+
 def count_lengths(connection: Any, samples: Sequence[str], validation_bound: int) -> None:
     """Create the table `length_counts`, which the other relations read: the only scan of the samples."""
-    parameters = {"shards": list(samples), "validation_bound": validation_bound}
+    parameters = {"shards": _exact(samples), "validation_bound": validation_bound}
     connection.execute(f"CREATE TABLE length_counts AS {sql.read('length_counts')}", parameters)
 
 
@@ -59,7 +65,8 @@ def validation_bound(samples: Sequence[Path], data: DataConfig) -> int:
 
     from dflash_core.data.store import validation_threshold
 
-    keys = [pq.read_table(path, columns=["validation_key"])["validation_key"].to_numpy() for path in samples]
+    column = "validation_key"
+    keys = [pq.ParquetFile(path).read(columns=[column])[column].to_numpy() for path in samples]
     return validation_threshold(
         np.concatenate(keys), share=data.validation_share, minimum=data.min_validation_samples
     )
@@ -69,7 +76,7 @@ def length_digest(samples: Sequence[Path], bound: int) -> str:
     """Return the digest of everything that the profile shows, independent of the order of rows."""
     import duckdb
 
-    parameters = {"shards": [str(path) for path in samples], "validation_bound": bound}
+    parameters = {"shards": _exact(samples), "validation_bound": bound}
     with connect() as connection:
         rows = query(connection, "length_digest", parameters)
     # The version is part of the digest, since hash() in SQL may change with it.

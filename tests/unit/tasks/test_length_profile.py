@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dflash_core.config import DataConfig
 from dflash_core.data.shard_writer import SAMPLES_SCHEMA
 from tasks import length_profile
 
@@ -91,3 +92,27 @@ def test_quantiles_are_those_of_sorted_lengths(tmp_path: Path) -> None:
 def test_no_samples_at_all(tmp_path: Path) -> None:
     [stats] = relations([write(tmp_path / "a", "a", [])], [30])["length_stats"]
     assert (stats["num_samples"], stats["num_tokens"], stats["max_length"]) == (0, 0, None)
+
+
+@pytest.mark.parametrize("name", ["sequence_length=8", "source=chat", "validation_key=3", "r[1]", "r?", "r*"])
+def test_paths_decide_neither_columns_nor_files(tmp_path: Path, name: str) -> None:
+    """DuckDB takes name=value for a column of that name, and [1] for a pattern."""
+    for directory in (name, "r1"):
+        (tmp_path / directory / "runs").mkdir(parents=True)
+        sample = write(tmp_path / directory / "runs" / "samples.parquet", directory, [10, 20])
+        if directory == name:
+            samples = [sample]
+    found = relations(samples, [15])
+    assert [row["sequence_length"] for row in found["length_histogram"]] == [10, 20]
+    assert [row["source"] for row in found["source_stats"]] == [name]
+    assert length_profile.length_digest([Path(sample) for sample in samples], BOUND)
+    assert length_profile.validation_bound([Path(sample) for sample in samples], DataConfig()) > 0
+
+
+def test_the_digest_of_lengths_does_not_depend_on_the_path(tmp_path: Path) -> None:
+    digests = set()
+    for directory in ("plain", "sequence_length=8", "source=chat", "num_supervised_tokens=1"):
+        (tmp_path / directory).mkdir()
+        sample = write(tmp_path / directory / "samples.parquet", "a", [10, 20])
+        digests.add(length_profile.length_digest([Path(sample)], BOUND))
+    assert len(digests) == 1
