@@ -64,20 +64,21 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     "ingest",
     version=3,
     sources=("dflash_core.data.ingest", "dflash_core.anchors"),
-    key_only=("source_digest", "source_name", "tokenizer_fingerprint"),
+    key_only=("source_name", "tokenizer_fingerprint"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
     **RETRY_IO,
 )
 def ingest(
     out: Path,
     *,
+    source_digest: str,
     rules: dict[str, Any],
     path: str,
     data: dict[str, Any],
     target_directory: str,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """Write the shard into `out/shard`."""
+    """Write the shard into `out/shard`; fail if the file's bytes are not those of `source_digest`."""
     from dflash_core.config import from_dict
     from dflash_core.data.chat import load_tokenizer
     from dflash_core.data.ingest import ingest_file
@@ -88,6 +89,7 @@ def ingest(
         load_tokenizer(target_directory, trust_remote_code=trust_remote_code),
         out / "shard",
         mask_token_id=rules["mask_token_id"],
+        digest=source_digest,
     )
     figures = {name: manifest[name] for name in SHARD_FIGURES}
     return {"source": Path(path).name, "format": manifest["meta"]["format"], **figures}

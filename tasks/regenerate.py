@@ -28,7 +28,7 @@ _loaded: dict[tuple[str, ...], Any] = {}
     "regenerate",
     version=3,
     sources=("dflash_core.data.regenerate", "dflash_core.data.endpoint", "dflash_core.decoding.generate"),
-    key_only=("source_digest", "rules", "sampling"),
+    key_only=("rules", "sampling"),
     locations=("where",),
     # A large file takes days; requests have limits, and answers are kept.
     timeout_seconds=None,
@@ -37,6 +37,7 @@ _loaded: dict[tuple[str, ...], Any] = {}
 def regenerate(
     out: Path,
     *,
+    source_digest: str,
     source_name: str,
     model: dict[str, str],
     where: dict[str, Any],
@@ -60,6 +61,7 @@ def regenerate(
             _generator(settings, model, tokenizer, where),
             cache,
             cut_turns=settings.cut_turns,
+            digest=source_digest,
             progress=Progress(source_name),
         )
     finally:

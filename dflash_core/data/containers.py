@@ -1,11 +1,12 @@
-"""Rows of a file: JSONL, a JSON array, gzip or zstd of these, or Parquet, one row at a time.
+"""Rows of a file: JSONL, a JSON array or object, gzip or zstd of these, or Parquet, one row at a time.
 
-A reader yields `RawRow`s in file order and never raises because of a row's content: a row that cannot be
-parsed is yielded with a rejection. Memory holds one row, one chunk or one record batch, never the file.
+A row that cannot be parsed is yielded with a rejection, and reading goes on behind it. What cannot be divided
+into rows with certainty fails the file: a row is never lost. Memory holds one row, one chunk or one record
+batch (limits in `raw_rows.py`), never the file.
 
 Rules: blank lines are skipped and counted; only LF ends a JSONL row (U+2028 and the like do not); a byte
 order mark and CR before LF are not part of the text; invalid UTF-8 or JSON rejects the row under its
-physical line number.
+physical line number, and its number in an array.
 """
 
 from __future__ import annotations
@@ -13,92 +14,106 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import zstandard
 
+from dflash_core.data import raw_rows
 from dflash_core.data.chat import Rejection
+from dflash_core.data.json_array import JsonArray
+from dflash_core.data.json_structure import Structure, Uncertain
+from dflash_core.data.parquet_rows import parquet_rows
+from dflash_core.data.raw_rows import BOM, RawRow, parse, too_large
+from dflash_core.data.source_file import SourceFile
 from dflash_core.errors import UserError
 
-MAX_ROW_BYTES = 64 << 20
-_CHUNK = 1 << 20
-_BOM = b"\xef\xbb\xbf"
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-# A string, an object of nothing but strings and numbers, a bracket or comma, or the start of an
-# unfinished string.
-_TOKEN = re.compile(rb'%b|\{(?:[^"{}\[\]]++|%b)*+\}|[{}\[\],]|"' % (_STRING, _STRING), re.DOTALL)
 _BINARY_HEADS = (b"\x89PNG", b"\xff\xd8\xff\xe0", b"GIF8", b"%PDF", b"PK\x03\x04", b"PARE")
 
 
-@dataclass(frozen=True)
-class RawRow:
-    """One row: its physical line (Parquet: row number, from 1) and its value.
+def read_rows(
+    path: Path,
+    *,
+    digest: str | None = None,
+    limit: int | None = None,
+    columns: Collection[str] | None = None,
+) -> Iterator[RawRow]:
+    """Yield the rows of a file.
 
-    The value is a mapping, a Rejection, or None for a blank line.
-    """
-
-    line: int
-    value: Any
-
-
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """Yield all rows of a file.
+    Args:
+        path: the file.
+        digest: sha256 of the bytes that it should have, checked behind the last row; None: not checked.
+        limit: at most this many rows, blank lines not counted.
+        columns: columns of Parquet to read; the others are None. None: all.
 
     Raises:
-        UserError: the file cannot be opened, or is not one of the containers above.
+        UserError: the file cannot be opened, is not one of the containers above, cannot be divided into
+            rows, or has changed.
     """
-    try:
-        with open(path, "rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise UserError(f"data.files: {str(path)!r} cannot be read: {error}") from error
+    with SourceFile(path, digest) as source:
+        # Kept until the end: a buffer that vanishes closes the file.
+        file = io.BufferedReader(source, raw_rows.CHUNK_BYTES)
+        try:
+            yield from limited(_rows(source, file, columns), limit)
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise source.error(f"cannot be read to its end: {error}") from error
+        except UserError:
+            if digest is not None and source.has_changed():
+                raise source.changed_error() from None
+            raise
+        source.verify()
+
+
+def limited(rows: Iterable[RawRow], limit: int | None) -> Iterator[RawRow]:
+    """Yield the first `limit` rows, and the blank lines between them, which do not count."""
+    count = 0
+    for row in rows:
+        if count == limit:
+            return
+        count += row.value is not None
+        yield row
+
+
+def _rows(source: SourceFile, file: Any, columns: Collection[str] | None) -> Iterator[RawRow]:
+    head = file.peek(4)[:4]
     if head == b"PAR1":
-        yield from _parquet_rows(path)
-        return
-    try:
-        with _open_stream(path, head) as stream:
-            yield from _text_rows(path, stream)
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise UserError(f"data.files: {str(path)!r} cannot be read to its end: {error}") from error
+        return parquet_rows(source, columns)
+    return _text_rows(source, _decompressed(file, head))
 
 
-def _open_stream(path: Path, head: bytes) -> BinaryIO:
-    """Open the file, decompressed. The first bytes decide on the method, not the name."""
+def _decompressed(file: Any, head: bytes) -> io.BufferedReader:
+    """Return the file's text. The first bytes decide on the method, not the name."""
     if head[:2] == b"\x1f\x8b":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    file = open(path, "rb")  # noqa: SIM115 - closed by the caller
+        return io.BufferedReader(cast(Any, gzip.open(file, "rb")), raw_rows.CHUNK_BYTES)
     if head == b"\x28\xb5\x2f\xfd":
-        return cast(BinaryIO, io.BufferedReader(_ZstdReader(file), _CHUNK))
-    return cast(BinaryIO, file)
+        return io.BufferedReader(_ZstdReader(file), raw_rows.CHUNK_BYTES)
+    return file
 
 
 class _ZstdReader(io.RawIOBase):
     """Decompressed bytes of all frames. Unlike zstandard's own reader it raises on an incomplete frame."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
         self._frame: Any = None
-        self._compressed = self._ready = b""
+        self._compressed = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._compressed = self._compressed or self._file.read(1 << 14)
+            # A kilobyte gives at most 32 MB.
+            self._compressed = self._compressed or self._file.read(1 << 10)
             if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("the last zstd frame is incomplete")
                 return 0
             self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(self._compressed)
+            self._ready = memoryview(self._frame.decompress(self._compressed))
             self._compressed = b""
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data, None
@@ -106,25 +121,39 @@ class _ZstdReader(io.RawIOBase):
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
-
-def _text_rows(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    buffered = stream if hasattr(stream, "peek") else io.BufferedReader(cast(Any, stream), _CHUNK)
-    first = b""
-    while not first.strip():
-        line = buffered.readline(_CHUNK)
-        if not line:
-            break
-        first += line
-    bare = first.removeprefix(_BOM).lstrip()
-    _reject_binary(path, first)
-    if _is_array(path, bare, buffered):
-        yield from _array_rows(first, buffered)
+def _text_rows(source: SourceFile, stream: io.BufferedReader) -> Iterator[RawRow]:
+    num_blank, first = _skip_blanks(source, stream)
+    for number in range(num_blank):
+        yield RawRow(number + 1, None)
+    bare = first.removeprefix(BOM).lstrip()
+    _reject_binary(source, first)
+    if _is_array(source.path, bare, stream):
+        yield from JsonArray(f"data.files: {str(source.path)!r}", bare, num_blank + 1, stream).rows()
+    elif _is_open_object(first):
+        yield from _object_rows(source, first, num_blank, stream)
     else:
-        yield from _line_rows(first, buffered)
+        yield from _line_rows(source, first, num_blank, stream)
+
+
+def _skip_blanks(source: SourceFile, stream: io.BufferedReader) -> tuple[int, bytes]:
+    """Return the number of blank lines at the start, and the first line, or the beginning of it."""
+    num_blank = num_bytes = 0
+    is_cut = False
+    while piece := stream.readline(raw_rows.CHUNK_BYTES):
+        if piece.removeprefix(BOM).strip():
+            return num_blank, piece
+        is_cut = not piece.endswith(b"\n")
+        num_blank += not is_cut
+        num_bytes += len(piece)
+        _check_blanks(source, num_bytes)
+    return num_blank + is_cut, b""
+
+
+def _check_blanks(source: SourceFile, num_bytes: int) -> None:
+    if num_bytes > raw_rows.MAX_BLANK_BYTES:
+        limit = raw_rows.MAX_BLANK_BYTES >> 20
+        raise source.error(f"holds over {limit} MiB of blanks in a row; allowed: {limit} MiB")
 
 
 def _is_array(path: Path, first: bytes, stream: Any) -> bool:
@@ -137,7 +166,7 @@ def _is_array(path: Path, first: bytes, stream: Any) -> bool:
         return False
     if not {suffix.lower() for suffix in path.suffixes} & {".jsonl", ".ndjson"}:
         return True
-    if isinstance(_parse(first), Rejection):  # "[1, 2]" is rejected too: it is not an object
+    if isinstance(parse(first), Rejection):  # "[1, 2]" is rejected too: it is not an object
         try:
             json.loads(first)
         except (ValueError, RecursionError):
@@ -145,144 +174,62 @@ def _is_array(path: Path, first: bytes, stream: Any) -> bool:
     return not stream.peek(1).strip()
 
 
-def _reject_binary(path: Path, first: bytes) -> None:
+def _reject_binary(source: SourceFile, first: bytes) -> None:
     if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"data.files: {str(path)!r} is UTF-16; allowed: UTF-8")
+        raise source.error("is UTF-16; allowed: UTF-8")
     if b"\0" in first[:4096] or first[:4] in _BINARY_HEADS:
-        raise UserError(
-            f"data.files: {str(path)!r} is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet"
-        )
+        raise source.error("is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet")
 
 
-def _line_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
-    """Yield the rows of JSON lines; `first`, already read, holds blank lines and the first row."""
-    number = 0
-    pending = first.split(b"\n")
-    unfinished = pending.pop()
-    for line in pending:
+def _is_open_object(first: bytes) -> bool:
+    """Return True if a first line begins an object that continues on the next line."""
+    text = first.removeprefix(BOM).strip()
+    if not text.startswith(b"{") or not first.endswith(b"\n"):
+        return False
+    structure = Structure()
+    try:
+        return structure.scan(text, 0) is None and structure.is_open
+    except Uncertain:
+        return False
+
+
+def _object_rows(source: SourceFile, first: bytes, number: int, stream: Any) -> Iterator[RawRow]:
+    """Yield one row if the text is one object over several lines; else it is JSON lines."""
+    text = first + stream.read(max(0, raw_rows.MAX_ROW_BYTES - len(first)))
+    value = parse(text)
+    if isinstance(value, dict) and not stream.peek(1):
+        yield RawRow(number + 1, value)
+    else:
+        yield from _line_rows(source, b"", number, _Rejoined(text, stream))
+
+
+class _Rejoined:
+    """Lines of some bytes followed by a stream."""
+
+    def __init__(self, head: bytes, stream: Any) -> None:
+        self._head, self._stream = io.BytesIO(head), stream
+
+    def readline(self, size: int) -> bytes:
+        line = self._head.readline(size)
+        is_whole = line.endswith(b"\n") or len(line) >= size
+        return line if is_whole else line + self._stream.readline(size - len(line))
+
+
+def _line_rows(source: SourceFile, first: bytes, number: int, stream: Any) -> Iterator[RawRow]:
+    """Yield the rows of JSON lines: `first` begins the first one, `number` lines were read before."""
+    num_blank_bytes = 0
+    limit = raw_rows.MAX_ROW_BYTES
+    line = first if first.endswith(b"\n") else first + stream.readline(limit)
+    while line:
         number += 1
-        yield RawRow(number, _parse(line))
-    while True:
-        line = unfinished + stream.readline(MAX_ROW_BYTES)
-        unfinished = b""
-        if not line:
-            return
-        number += 1
-        if line.endswith(b"\n"):
-            yield RawRow(number, _parse(line))
-        elif len(line) >= MAX_ROW_BYTES:
-            while (rest := stream.readline(_CHUNK)) and not rest.endswith(b"\n"):
+        if len(line) >= limit and not line.endswith(b"\n"):
+            while (rest := stream.readline(raw_rows.CHUNK_BYTES)) and not rest.endswith(b"\n"):
                 pass
-            yield RawRow(number, Rejection("row too large", f"over {MAX_ROW_BYTES >> 20} MiB"))
+            value = too_large()
         else:
-            yield RawRow(number, _parse(line))
-
-
-def _parse(line: bytes) -> Any:
-    """Return the value of one JSON text, a Rejection, or None for a blank text."""
-    text = line.removeprefix(_BOM).strip()
-    if not text:
-        return None
-    try:
-        value = json.loads(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Rejection("invalid UTF-8", f"byte {error.start} of the row")
-    except (ValueError, RecursionError) as error:
-        return Rejection("invalid JSON", str(error))
-    if not isinstance(value, dict):
-        return Rejection("not a JSON object", f"{type(value).__name__}: {text[:60]!r}")
-    return value
-
-
-def _array_rows(first: bytes, stream: Any) -> Iterator[RawRow]:
-    """Yield the elements of a JSON array.
-
-    They are found by brackets and strings alone, so that an invalid element rejects only itself.
-    """
-    # Of the next element: its position in the buffer, and the line on which it starts.
-    start = first.index(b"[") + 1
-    line = 1 + first[:start].count(b"\n")
-    buffer, scan, depth, ended = first, start, 0, False
-    while not ended:
-        match = _TOKEN.search(buffer, scan)
-        if match is None or match.group() == b'"':  # end of the buffer, perhaps inside a string
-            chunk = stream.read(max(_CHUNK, len(buffer) - start))
-            if not chunk or len(buffer) - start > 4 * MAX_ROW_BYTES:
-                break
-            scan = (match.start() if match else max(scan, len(buffer))) - start
-            buffer, start = buffer[start:] + chunk, 0
-            continue
-        token, scan = match.group(), match.end()
-        if token in (b"{", b"["):
-            depth += 1
-        elif token in (b"}", b"]") and depth:
-            depth -= 1
-        elif depth == 0 and token in (b",", b"]"):
-            element = buffer[start : match.start()]
-            row_line = line + element[: len(element) - len(element.lstrip())].count(b"\n")
-            if element.strip() or token == b",":
-                value = _parse(element)
-                yield RawRow(row_line, Rejection("invalid JSON", "empty element") if value is None else value)
-            line += element.count(b"\n")
-            start, ended = scan, token == b"]"
-    rest = buffer[start:] + (stream.read(_CHUNK) if ended else b"")
-    if rest.strip():
-        blank = len(rest) - len(rest.lstrip())
-        reason = "text after the end of the JSON array" if ended else "JSON array is incomplete"
-        yield RawRow(line + rest[:blank].count(b"\n"), Rejection(reason, repr(rest[blank : blank + 60])))
-    elif not ended:
-        yield RawRow(line, Rejection("JSON array is incomplete", "no closing bracket"))
-
-
-def _parquet_rows(path: Path, batch_rows: int = 256) -> Iterator[RawRow]:
-    try:
-        # With a buffer size, pages are read as they are needed instead of whole column chunks.
-        file = pq.ParquetFile(path, buffer_size=_CHUNK)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.files: {str(path)!r} is not a readable Parquet file: {error}") from error
-    number = 0
-    with file:
-        try:
-            nested = [f.name for f in file.schema_arrow if _struct_depth(f.type) > 1]
-            for batch in file.iter_batches(batch_size=batch_rows):
-                for value in _batch_values(batch):
-                    for name in nested if isinstance(value, dict) else ():
-                        value[name] = _without_added_nulls(value[name])
-                    number += 1
-                    yield RawRow(number, value)
-        except (pa.ArrowException, OSError) as error:
-            message = f"data.files: {str(path)!r}: Parquet page after row {number} is damaged: {error}"
-            raise UserError(message) from error
-
-
-def _struct_depth(kind: pa.DataType) -> int:
-    """Return the nesting depth of structs: 1 for list<struct<role, content>>."""
-    inner = [kind.field(i).type for i in range(kind.num_fields)]
-    return max(map(_struct_depth, inner), default=0) + pa.types.is_struct(kind)
-
-
-def _without_added_nulls(value: Any, depth: int = 0) -> Any:
-    """Return the value without null fields of nested structs: Arrow gives every row the fields of all rows.
-
-    Where another tool call has a day, the arguments {"city": "x"} of this one are read as {"city":
-    "x", "day": null}.
-    """
-    if isinstance(value, list):
-        return [_without_added_nulls(item, depth) for item in value]
-    if isinstance(value, dict):
-        items = ((k, _without_added_nulls(v, depth + 1)) for k, v in value.items())
-        return {k: v for k, v in items if depth == 0 or v is not None}
-    return value
-
-
-def _batch_values(batch: pa.RecordBatch) -> list[Any]:
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        values: list[Any] = []
-        for row in range(batch.num_rows):
-            try:
-                values.append(batch.slice(row, 1).to_pylist()[0])
-            except UnicodeDecodeError as error:
-                values.append(Rejection("invalid UTF-8", str(error)))
-        return values
+            value = parse(line)
+        yield RawRow(number, value)
+        num_blank_bytes = 0 if value is not None else num_blank_bytes + len(line)
+        if num_blank_bytes > raw_rows.MAX_BLANK_BYTES:
+            _check_blanks(source, num_blank_bytes)
+        line = stream.readline(limit)

@@ -1,6 +1,6 @@
 """One file of conversations to one shard: read, normalise, render, mask, encode, store.
 
-Lines in = samples + rejected rows + blank lines, always; every rejected row is kept with its physical line
+Lines in = samples + rejected rows + blank lines, always; every rejected row is kept with its place
 and a reason. Memory is bounded by the batch. Encoding runs on all cores in a separate thread, in parallel
 with reading and rendering, so throughput is close to that of the tokenizer alone (`benchmarks/ingest.py`).
 """
@@ -19,14 +19,23 @@ from typing import Any
 import numpy as np
 
 from dflash_core.anchors import eligible_positions
-from dflash_core.config import DataConfig, to_dict
+from dflash_core.config import DATA_COLUMNS, DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, load_template
-from dflash_core.data.containers import RawRow, read_rows
+from dflash_core.data.containers import limited, read_rows
 from dflash_core.data.format_detection import ACCEPTED, detect_format
-from dflash_core.data.formats import RowReader, Tokens
+from dflash_core.data.formats import (
+    MEDIA_COLUMNS,
+    REASONING_FIELDS,
+    RESPONSE_COLUMNS,
+    TURN_COLUMNS,
+    RowReader,
+    Tokens,
+)
+from dflash_core.data.raw_rows import RawRow
 from dflash_core.data.shard_writer import ShardWriter
 from dflash_core.errors import UserError
+from dflash_core.files import file_sha256
 
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
@@ -34,7 +43,12 @@ _BATCHES_IN_FLIGHT = 3
 _DETECTION_ROWS = 100
 _NOT_INGEST = ("files", "min_validation_samples", "max_reject_share", "chat_template")
 
-Item = tuple[int, Rendered | Sample | Rejection]
+# Columns that formats and their detection read; the others of a Parquet file stay on the disk.
+READ_COLUMNS = {*DATA_COLUMNS, *TURN_COLUMNS, *RESPONSE_COLUMNS, *REASONING_FIELDS, *MEDIA_COLUMNS}
+READ_COLUMNS |= {"rejection", "chosen", "rejected"}
+
+# Line and element of a row (see `RawRow`), and what became of it.
+Item = tuple[int | None, int | None, Rendered | Sample | Rejection]
 
 
 def ingest_file(
@@ -44,6 +58,7 @@ def ingest_file(
     out_dir: Path,
     *,
     mask_token_id: int | None,
+    digest: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Write the shard of one file under `out_dir`, complete or not at all.
@@ -54,20 +69,21 @@ def ingest_file(
         tokenizer: the target's tokenizer, from transformers, with a Rust backend.
         out_dir: the shard's final directory.
         mask_token_id: the drafter's mask token; rows that contain it are rejected. None: not checked.
+        digest: sha256 of the file's bytes, known from before; None: computed here. Other bytes fail the file.
         progress: called once per batch with the number of rows read so far.
 
     Returns:
         The shard's manifest.
 
     Raises:
-        UserError: the file is not a data set of a known format, no row is usable, or the share of rejected
-            rows is above `max_reject_share`; the message names the most frequent reasons with examples. No
-            files are left behind.
+        UserError: the file is not a data set of a known format or has changed, no row is usable, or the share
+            of rejected rows is above `max_reject_share`; the message names the most frequent reasons with
+            examples. No files are left behind.
     """
     encoder = ChatEncoder(tokenizer, config, mask_token_id)
     is_stdlib = str(path) == stdlib_corpus.SOURCE
     source = stdlib_corpus.SOURCE if is_stdlib else source_name(Path(path))
-    content = stdlib_corpus.corpus_digest() if is_stdlib else content_digest(Path(path))
+    digest = stdlib_corpus.corpus_digest() if is_stdlib else digest or content_digest(Path(path))
     meta = {
         "source": source,
         "template_digest": _digest(encoder.template.text),
@@ -75,34 +91,38 @@ def ingest_file(
     }
     with ShardWriter(
         out_dir,
-        source_digest=_digest(json.dumps([content, meta, mask_token_id], sort_keys=True)),
+        source_digest=_digest(json.dumps([digest, meta, mask_token_id], sort_keys=True)),
         meta=meta,
         validation_share=config.validation_share,
     ) as writer:
-        format_name, rows = open_rows(path, config)
+        format_name, rows = open_rows(path, config, digest=digest)
         meta["format"] = format_name
         reader = RowReader(format_name, config, reads=encoder.template.reads, notes=writer.notes)
-        items = _rendered(rows, reader, encoder, writer, len(tokenizer))
+        items = _rendered(rows, reader, encoder, writer, tokenizer)
         for item in _encoded(items, encoder, lambda: progress and progress(writer.num_rows)):
             _store(item, writer, config, source)
         _check(writer, config, str(path))
         return writer.close()
 
 
-def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) -> tuple[str, Iterator[RawRow]]:
+def open_rows(
+    path: Path | str, config: DataConfig, *, answered: bool = True, digest: str | None = None
+) -> tuple[str, Iterator[RawRow]]:
     """Return format and rows of a file or of "stdlib": at most `data.limit` rows, blank lines not counted.
 
     Args:
         path: a file, or "stdlib".
         config: `format`, `columns`, `roles` and `limit` are read.
-        answered: reject a file of prompts without answers.
+        answered: reject a file of prompts without answers. Otherwise all columns are read.
+        digest: sha256 of the file's bytes, checked behind the last row; None: not checked.
 
     Raises:
         UserError: the file is not a data set of a known format.
     """
     if str(path) == stdlib_corpus.SOURCE:
-        return "messages", _limited(_stdlib_rows(), config.limit)
-    rows = read_rows(Path(path))
+        return "messages", limited(_stdlib_rows(), config.limit)
+    columns = {*READ_COLUMNS, *config.columns.values()} if answered else None
+    rows = read_rows(Path(path), digest=digest, limit=config.limit, columns=columns)
     first: list[RawRow] = []
     num_blank = 0
     for row in rows:
@@ -115,7 +135,7 @@ def open_rows(path: Path | str, config: DataConfig, *, answered: bool = True) ->
         reason = _no_objects_reason(first)
         raise UserError(f"data.files: {str(path)!r} has no rows that are objects with columns{reason}")
     format_name = detect_format(objects, config, source=str(path), answered=answered)
-    return format_name, _limited(itertools.chain(first, rows), config.limit)
+    return format_name, itertools.chain(first, rows)
 
 
 def _no_objects_reason(rows: list[RawRow]) -> str:
@@ -123,7 +143,7 @@ def _no_objects_reason(rows: list[RawRow]) -> str:
     rejected = next((row for row in rows if isinstance(row.value, Rejection)), None)
     reason = ""
     if rejected is not None:
-        reason = f"; line {rejected.line}: {rejected.value.reason} ({rejected.value.detail})"
+        reason = f"; {rejected.place}: {rejected.value.reason} ({rejected.value.detail})"
     allowed = "one JSON object per line, a JSON array of objects, Parquet"
     return f"{reason}; allowed: {allowed}; columns: {ACCEPTED}"
 
@@ -133,20 +153,11 @@ def _stdlib_rows() -> Iterator[RawRow]:
         yield RawRow(number, row)
 
 
-def _limited(rows: Iterable[RawRow], limit: int | None) -> Iterator[RawRow]:
-    """Yield the first `limit` rows, and the blank lines between them, which do not count."""
-    count = 0
-    for row in rows:
-        if count == limit:
-            return
-        count += row.value is not None
-        yield row
-
-
 def _rendered(
-    rows: Iterable[RawRow], reader: RowReader, encoder: ChatEncoder, writer: ShardWriter, vocabulary: int
+    rows: Iterable[RawRow], reader: RowReader, encoder: ChatEncoder, writer: ShardWriter, tokenizer: Any
 ) -> Iterator[Item]:
     """Yield each row as rendered text, as its given tokens, or as a rejection; count rows and blank lines."""
+    vocabulary = len(tokenizer)
     for row in rows:
         value = row.value
         if value is None:
@@ -157,9 +168,24 @@ def _rendered(
             value = reader.read(value)
         if isinstance(value, Conversation):
             value = encoder.render(value)
+            if isinstance(value, Rendered) and len(value.text) > _BATCH_CHARACTERS:
+                value = _fits(value, encoder.config.max_length, tokenizer)
         elif isinstance(value, Tokens):
             value = _check_tokens(value, vocabulary, encoder.mask_token_id)
-        yield row.line, value
+        yield row.line, row.element, value
+
+
+def _fits(rendered: Rendered, max_length: int, tokenizer: Any) -> Rendered | Rejection:
+    """Return a text of more characters than a batch, or its rejection if `max_length` tokens cannot hold it.
+
+    Encoding takes over 100 bytes of memory per byte of text, also where the sample would then be cut.
+    """
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    num_bytes = len(rendered.text.encode())
+    if num_bytes <= max_length * longest:
+        return rendered
+    detail = f"{num_bytes} bytes; {max_length} tokens hold at most {max_length * longest}"
+    return Rejection("over length", detail)
 
 
 def _check_tokens(tokens: Tokens, vocabulary: int, mask_token_id: int | None) -> Sample | Rejection:
@@ -191,14 +217,14 @@ def _encoded(items: Iterator[Item], encoder: ChatEncoder, on_batch: Callable[[],
         while True:
             batch = next(batches, None)
             if batch is not None:
-                texts = [value for _, value in batch if isinstance(value, Rendered)]
+                texts = [value for _, _, value in batch if isinstance(value, Rendered)]
                 in_flight.append((batch, texts, pool.submit(encoder.tokenise, texts)))
                 on_batch()
             while in_flight and (batch is None or len(in_flight) >= _BATCHES_IN_FLIGHT):
                 encoded_batch, texts, future = in_flight.popleft()
                 samples = iter(encoder.samples(texts, future.result()))
-                for line, value in encoded_batch:
-                    yield line, next(samples) if isinstance(value, Rendered) else value
+                for line, element, value in encoded_batch:
+                    yield line, element, next(samples) if isinstance(value, Rendered) else value
             if batch is None:
                 return
 
@@ -209,7 +235,7 @@ def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
     characters = 0
     for item in items:
         batch.append(item)
-        characters += len(item[1].text) if isinstance(item[1], Rendered) else 0
+        characters += len(item[2].text) if isinstance(item[2], Rendered) else 0
         if len(batch) >= _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -218,22 +244,24 @@ def _batched(items: Iterator[Item]) -> Iterator[list[Item]]:
 
 
 def _store(item: Item, writer: ShardWriter, config: DataConfig, source: str) -> None:
-    line, value = item
+    line, element, value = item
     if isinstance(value, Sample):
         value = fit_length(value, config)
     if isinstance(value, Rejection):
-        writer.reject(line, value.reason, value.detail)
+        writer.reject(line, value.reason, value.detail, element=element)
         return
     assert isinstance(value, Sample)
     mask = value.loss_mask
     if len(eligible_positions(mask)) == 0:
-        writer.reject(line, "no eligible anchor", f"{int(mask.sum())} supervised tokens, no two in a row")
+        detail = f"{int(mask.sum())} supervised tokens, no two in a row"
+        writer.reject(line, "no eligible anchor", detail, element=element)
         return
     for note in value.notes:
         writer.notes[note] += 1
     added = writer.add(value.token_ids, mask, source=source, drop_duplicate=config.drop_duplicates)
     if not added:
-        writer.reject(line, "duplicate", "same tokens as an earlier row (data.drop_duplicates)")
+        detail = "same tokens as an earlier row (data.drop_duplicates)"
+        writer.reject(line, "duplicate", detail, element=element)
 
 
 def fit_length(sample: Sample, config: DataConfig) -> Sample | Rejection:
@@ -296,9 +324,8 @@ def source_name(path: Path) -> str:
 
 
 def content_digest(path: Path) -> str:
-    """Return the blake2b digest of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return file_sha256(path)
     except OSError as error:
         raise UserError(f"data.files: {str(path)!r} cannot be read: {error}") from error

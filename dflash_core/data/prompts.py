@@ -62,7 +62,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[ChatPrompt]:
             break
         if row.value is None:
             continue
-        where = f"evaluation.prompts: {path} line {row.line}"
+        where = f"evaluation.prompts: {path} {row.place}"
         if isinstance(row.value, Rejection):
             raise UserError(f"{where}: {row.value.reason} ({row.value.detail})")
         prompts.append(_prompt(row.value, reader, where))

@@ -51,6 +51,7 @@ def regenerate_file(
     cache: AnswerCache,
     *,
     cut_turns: str = "open",
+    digest: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write the file with the target's answers.
@@ -64,15 +65,16 @@ def regenerate_file(
         generator: writes the answers.
         cache: answers of earlier runs, extended by those of this one.
         cut_turns: see `RegenerateConfig`.
+        digest: sha256 of the file's bytes; other bytes fail the file. None: not checked.
         progress: shown while the file is written; None: nothing is printed.
 
     Returns:
         Counts of rows and answers, notes, and `digest`, the sha256 of the written file.
 
     Raises:
-        UserError: the file is pre-tokenised or not a data set, or the generator cannot be used.
+        UserError: the file is pre-tokenised or not a data set, has changed, or the generator cannot be used.
     """
-    format_name, rows = open_rows(path, config, answered=False)
+    format_name, rows = open_rows(path, config, answered=False, digest=digest)
     if format_name == "tokenised":
         raise UserError(
             f"data.files: {str(path)!r} holds input_ids and loss_mask, and regenerate.enabled is true; "

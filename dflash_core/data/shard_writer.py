@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dflash_core.anchors import eligible_positions
+from dflash_core.data.raw_rows import place_text
 from dflash_core.data.store import FORMAT_VERSION, KEY_RANGE
 
 SAMPLES_SCHEMA = pa.schema(
@@ -29,7 +30,9 @@ SAMPLES_SCHEMA = pa.schema(
         ("validation_key", pa.uint64()),
     ]
 )
-_REJECTS_SCHEMA = pa.schema([("line", pa.int64()), ("reason", pa.string()), ("detail", pa.string())])
+_REJECTS_SCHEMA = pa.schema(
+    [("line", pa.int64()), ("element", pa.int64()), ("reason", pa.string()), ("detail", pa.string())]
+)
 
 
 class ShardWriter:
@@ -124,15 +127,16 @@ class ShardWriter:
         self._max_length = max(self._max_length, length)
         return True
 
-    def reject(self, line: int, reason: str, detail: str = "") -> None:
-        """Keep a rejected row: physical line (Parquet: row, from 1), short stable reason, and details."""
+    def reject(self, line: int | None, reason: str, detail: str = "", *, element: int | None = None) -> None:
+        """Keep a rejected row: its place (see `RawRow`), a short stable reason, and details."""
         # Both may quote the data, lone surrogates included.
         reason, detail = (text.encode("utf-8", "replace").decode()[:500] for text in (reason, detail))
-        self._rejects.add((line, reason, detail))
+        self._rejects.add((line, element, reason, detail))
         self._reasons[reason] += 1
         examples = self._examples.setdefault(reason, [])
         if len(examples) < 3:
-            examples.append(f"line {line}: {detail}" if detail else f"line {line}")
+            place = place_text(line, element)
+            examples.append(f"{place}: {detail}" if detail else place)
 
     def rejects_summary(self, most: int = 5) -> str:
         """Return the most frequent reasons with counts and up to three examples each, one reason per line."""

@@ -6,7 +6,8 @@ One file of conversations becomes one shard, a directory that appears complete o
     loss_mask.bin     uint8, the same positions: 1 where the token is supervised
     offsets.npy       int64 [n + 1], sample i is positions offsets[i] to offsets[i + 1]
     samples.parquet   one row per sample: sample_id, source, lengths, counts, is_validation, validation_key
-    rejects.parquet   one row per rejected row of the source: line, reason, detail
+    rejects.parquet   one row per rejected row of the source: line, element, reason, detail; `element` is the
+                      number in a JSON array or in Parquet, where `line` is null
     manifest.json     counts and digests, written last
 
 `TokenStore` opens shards in one global order (by digest, then row), whatever the order in which files are
@@ -108,7 +109,9 @@ class TokenStore:
             by_digest.setdefault(digest, Path(shard))
         self.shards = [by_digest[digest] for digest in sorted(by_digest)]
         self.manifests = [read_manifest(shard) for shard in self.shards]
-        samples = pa.concat_tables([pq.read_table(shard / "samples.parquet") for shard in self.shards])
+        samples = pa.concat_tables(
+            [pq.ParquetFile(shard / "samples.parquet").read() for shard in self.shards]
+        )
         self._open_files()
         assert len(samples) == int(self._first_row[-1]), "samples.parquet and offsets.npy disagree"
 
