@@ -57,12 +57,12 @@ def read_rows(
         file = io.BufferedReader(source, raw_rows.CHUNK_BYTES)
         try:
             yield from limited(_rows(source, file, columns), limit)
-        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise source.error(f"cannot be read to its end: {error}") from error
-        except UserError:
+        except (UserError, OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             if digest is not None and source.has_changed():
-                raise source.changed_error() from None
-            raise
+                raise source.changed_error() from error
+            if isinstance(error, UserError):
+                raise
+            raise source.error(f"cannot be read to its end: {error}") from error
         source.verify()
 
 

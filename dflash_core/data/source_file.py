@@ -58,9 +58,10 @@ class SourceFile(io.RawIOBase):
         self._is_in_order = False
         return self._file
 
-    def _current_stamp(self) -> tuple[int, int, int]:
+    def _current_stamp(self) -> tuple[int, int]:
         status = os.fstat(self._file.fileno())
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        # Not the time of change: it moves when another file takes this one's name.
+        return status.st_size, status.st_mtime_ns
 
     def has_changed(self) -> bool:
         """Return True if the open file was written to since it was opened."""

@@ -1,20 +1,23 @@
 """sha256 digests of files, remembered from run to run so that unchanged files are not read again.
 
-A digest is known by path, size and modification time. A file that is rewritten within the resolution of its
-modification time looks unchanged, so a file is read only once its time is older than that resolution: a
-remembered digest is always right. Price: a file that was written just now delays its first digest by up to 2
-seconds.
+A digest is known by path, size, and the times of the last modification and change. A file that is rewritten
+within the resolution of these times looks unchanged, so a file is read only once they are older than that
+resolution, and a file that changes while it is read fails: a remembered digest is always right. Price: a file
+that was written just now delays its first digest by up to 2 seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_core.files import file_sha256, write_json
+from dflash_core.errors import UserError
+from dflash_core.files import write_json
 
 
 def resolution_seconds(mtime_ns: int) -> float:
@@ -26,13 +29,18 @@ def resolution_seconds(mtime_ns: int) -> float:
     return 2.0 if mtime_ns % 1_000_000_000 == 0 else 0.05
 
 
+def _stamp(status: os.stat_result) -> list[int]:
+    # A program can set the time of modification back, but not the time of change.
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 @dataclass
 class FileDigests:
     """Digests of files, kept in `<storage_root>/store/file_digests.json`."""
 
     storage_root: Path
     is_changed: bool = field(default=False, init=False)
-    # path -> [size, modification time in ns, sha256]
+    # path -> [size, modification time in ns, time of change in ns, sha256]
     _known: dict[str, list[Any]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -46,17 +54,34 @@ class FileDigests:
         return self.storage_root / "store" / "file_digests.json"
 
     def of(self, path: Path) -> str:
-        """Return the file's sha256, 64 hex characters."""
+        """Return the file's sha256, 64 hex characters.
+
+        Raises:
+            UserError: the file cannot be read, or changes meanwhile.
+        """
+        try:
+            return self._of(path)
+        except OSError as error:
+            raise UserError(f"{str(path)!r} cannot be read: {error}; allowed: a readable file") from error
+
+    def _of(self, path: Path) -> str:
         status, name = path.stat(), str(path.resolve())
-        stamp = [status.st_size, status.st_mtime_ns]
         known = self._known.get(name)
-        if known and known[:2] == stamp:
-            return str(known[2])
-        age = (time.time_ns() - status.st_mtime_ns) / 1e9
-        resolution = resolution_seconds(status.st_mtime_ns)
+        if known and known[:-1] == _stamp(status):
+            return str(known[-1])
+        written = max(status.st_mtime_ns, status.st_ctime_ns)
+        age = (time.time_ns() - written) / 1e9
+        resolution = max(resolution_seconds(status.st_mtime_ns), resolution_seconds(written))
         if 0 <= age < resolution:
             time.sleep(resolution - age)
-        digest = file_sha256(path)
+        with open(path, "rb") as file:
+            stamp = _stamp(os.fstat(file.fileno()))
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if _stamp(os.fstat(file.fileno())) != stamp:
+                raise UserError(
+                    f"{str(path)!r} changed while it was read; allowed: files that nothing writes to. "
+                    "Run again when it is complete"
+                )
         # A time in the future never grows old: such a file is read again each time.
         if age >= 0:
             self._known[name] = [*stamp, digest]

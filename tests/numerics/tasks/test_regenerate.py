@@ -26,7 +26,7 @@ def test_the_stage_writes_what_ingest_reads(tmp_path: Path, tiny_target_dir: Pat
             "training": {"device": "cpu"},
         },
     )
-    source = Source(str(tmp_path / "a.jsonl"), "digest")
+    source = Source(str(tmp_path / "a.jsonl"), FileDigests(tmp_path).of(tmp_path / "a.jsonl"))
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     where = where_of(config, source, tmp_path, tiny_target_dir)

@@ -198,7 +198,7 @@ def test_the_stage_asks_the_endpoint(
     base_url = f"http://127.0.0.1:{server.server_port}/v1"
     settings = {"enabled": True, "base_url": base_url, "model": "served", "api_key_env": "A_KEY"}
     config = from_dict(RunConfig, {"regenerate": settings})
-    source = Source(str(tmp_path / "a.jsonl"), "d")
+    source = Source(str(tmp_path / "a.jsonl"), FileDigests(tmp_path).of(tmp_path / "a.jsonl"))
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()
