@@ -72,8 +72,8 @@ class JsonArray:
     def _error(self, reason: str, line: int | None = None, number: int | None = None) -> UserError:
         line, number = line or self._line, number or self._number
         return UserError(
-            f"{self._source}: the JSON array cannot be read from element {number} (line {line}) on: {reason}; "
-            "allowed: a complete array, or, where elements are not valid JSON, one element per line"
+            f"{self._source}: the JSON array cannot be read from element {number} (line {line}) on: "
+            f"{reason}; allowed: a complete array, or, where elements are not valid JSON, one element per line"
         )
 
     def _more(self) -> bool:
