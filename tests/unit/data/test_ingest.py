@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
-import gzip
-import hashlib
 import inspect
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -21,23 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_core.config import DataConfig
-from dflash_core.data import format_detection, formats, raw_rows
+from dflash_core.data import format_detection, formats
 from dflash_core.data import ingest as ingest_module
 from dflash_core.data.chat import ChatEncoder, Sample
-from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, open_rows, source_name
+from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
 from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
-
-Row = dict[str, Any]
-
-
-def chat(question: str, answer: str | None) -> Row:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def lines(rows: list[Row]) -> bytes:
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+from tests.support.row_files import chat, lines, write_rows
 
 
 def ingest(path: Path, content: bytes | None = None, **settings_: Any) -> tuple[dict[str, Any], Path]:
@@ -240,77 +228,6 @@ def test_the_same_rows_in_any_container_give_the_same_samples(tmp_path: Path) ->
         assert [store.sample_id(i) for i in range(20)] == [stores[0].sample_id(i) for i in range(20)]
 
 
-@pytest.mark.parametrize("kind", ["appended", "truncated", "rewritten", "replaced"])
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.jsonl.gz", "x.parquet"])
-def test_the_rows_kept_are_those_of_the_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    """The file changes after its digest was taken and its first rows were read."""
-    generator = random.Random(0)
-    # Text that gzip cannot make much smaller.
-    rows = [chat(f"question {n}", f"yes {generator.randbytes(20).hex()}") for n in range(600)]
-    path, digest = write_rows(tmp_path / name, rows)
-    content, changed = path.read_bytes(), False
-
-    def change(num_rows: int) -> None:
-        nonlocal changed
-        if changed:
-            return
-        changed = True
-        if kind == "replaced":
-            other, _ = write_rows(tmp_path / f"other.{name}", rows[:50])
-            other.rename(path)
-        elif kind == "appended":
-            with path.open("ab") as file:
-                file.write(content[-1000:])
-        else:
-            size = len(content) // 2
-            os.truncate(path, size)
-            if kind == "rewritten":
-                # Of the same size, with other bytes at the end.
-                path.write_bytes(content[:-100] + content[-200:-100])
-
-    def run() -> dict[str, Any]:
-        config, out = DataConfig(max_reject_share=1.0), tmp_path / "shard"
-        keywords: dict[str, Any] = {"mask_token_id": None, "digest": digest, "progress": change}
-        return ingest_file(path, config, small_tokenizer(), out, **keywords)
-
-    monkeypatch.setattr(ingest_module, "_BATCH_ROWS", 16)
-    monkeypatch.setattr(raw_rows, "CHUNK_BYTES", 1 << 12)
-    if kind == "replaced":
-        # The open file is still the old one.
-        assert run()["num_samples"] == 600
-        with pytest.raises(UserError, match=f"{name}' changed while it was read"):
-            run()
-        return
-    with pytest.raises(UserError, match=f"{name}' changed while it was read"):
-        run()
-    assert changed
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
-
-
-def write_rows(path: Path, rows: list[Row]) -> tuple[Path, str]:
-    """Write rows in the container of the file's name; return the path and the sha256 of its bytes."""
-    if path.name.endswith("parquet"):
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=50, compression="none")
-    elif path.name.endswith("gz"):
-        path.write_bytes(gzip.compress(lines(rows), 1))
-    else:
-        path.write_bytes(json.dumps(rows).encode() if path.name.endswith("json") else lines(rows))
-    return path, hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_a_limit_of_rows_still_checks_the_digest(tmp_path: Path) -> None:
-    path, digest = write_rows(tmp_path / "x.jsonl", [chat("q", "yes")] * 100)
-    config = DataConfig(limit=3)
-    arguments: dict[str, Any] = {"mask_token_id": None, "digest": digest}
-    assert ingest_file(path, config, small_tokenizer(), tmp_path / "s", **arguments)["num_rows"] == 3
-    with path.open("ab") as file:
-        file.write(b"\n")
-    with pytest.raises(UserError, match="x.jsonl' changed while it was read"):
-        ingest_file(path, config, small_tokenizer(), tmp_path / "s", **arguments)
-
-
 def test_what_cannot_fit_is_not_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """70 MB of text took 8 GB, only to be rejected as over length."""
     encoded: list[int] = []
@@ -348,35 +265,6 @@ def test_the_place_of_a_reject_is_that_of_its_container(tmp_path: Path) -> None:
         [row] = pq.read_table(shard / "rejects.parquet").to_pylist()
         assert (row["line"], row["element"]) == place
         assert next(iter(manifest["reject_examples"].values()))[0].startswith(texts[name])
-
-
-def test_a_parquet_column_that_no_format_reads_is_not_read(tmp_path: Path) -> None:
-    """2**60 microseconds are no date in Python, and Mars/Olympus is no time zone."""
-    values = [chat(f"q{n}", "yes") for n in range(3)]
-    table = pa.Table.from_pylist(values)
-    table = table.append_column("when", pa.array([2**60] * 3, pa.timestamp("us")))
-    table = table.append_column("zone", pa.array([0] * 3, pa.timestamp("us", tz="Mars/Olympus")))
-    table = table.append_column("text", pa.array(["x"] * 3))
-    pq.write_table(table, tmp_path / "x.parquet")
-    manifest, _ = ingest(tmp_path / "x.parquet", max_reject_share=0.0)
-    assert manifest["num_samples"] == 3
-    for row in open_rows(tmp_path / "x.parquet", DataConfig())[1]:
-        assert (row.value["when"], row.value["zone"], row.value["text"]) == (None, None, None)
-    # Regeneration keeps columns of plain values.
-    for row in open_rows(tmp_path / "x.parquet", DataConfig(), answered=False)[1]:
-        assert (row.value["when"], row.value["zone"], row.value["text"]) == (None, None, "x")
-    pq.write_table(table.select(["when", "text"]), tmp_path / "y.parquet")
-    with pytest.raises(UserError, match="no known format; columns seen: when, text"):
-        ingest(tmp_path / "y.parquet")
-    with pytest.raises(UserError, match="no conversation .row 1: columns: when, zone, text"):
-        pq.write_table(table.select(["when", "zone", "text"]), tmp_path / "z.parquet")
-        ingest(tmp_path / "z.parquet", format="messages")
-
-
-def test_columns_of_other_names_are_read(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"task": ["q"] * 2, "code": ["yes"] * 2}), tmp_path / "x.parquet")
-    columns = {"instruction": "task", "output": "code"}
-    assert ingest(tmp_path / "x.parquet", columns=columns)[0]["num_samples"] == 2
 
 
 def test_every_column_that_the_code_names_is_read() -> None:
