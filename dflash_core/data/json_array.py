@@ -124,8 +124,11 @@ class JsonArray:
         value = parse(element)
         if value is None:
             return Rejection("invalid JSON", "empty element")
-        if isinstance(value, Rejection) and value.reason != NOT_AN_OBJECT and not is_one_value(element):
-            raise Uncertain(value.detail)
+        if isinstance(value, Rejection) and value.reason != NOT_AN_OBJECT:
+            # In an array of one element per line it would hold several lines, so perhaps several elements.
+            is_unusual = self._are_all_on_own_lines and self._number > 1 and b"\n" in element
+            if is_unusual or not is_one_value(element):
+                raise Uncertain(value.detail)
         if isinstance(value, dict) and len(self._names) < _MAX_NAMES:
             self._names.update(_first_name(element))
         return value
