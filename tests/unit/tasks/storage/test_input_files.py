@@ -53,6 +53,87 @@ def test_a_name_without_files_is_rejected(chats: Path, pattern: str) -> None:
         find_files([str(chats / pattern)])
 
 
+def error_of_another_user(function: Callable[[], object]) -> str:
+    """Return the message of the UserError that a call raises for a user without root's rights."""
+    if os.getuid() != 0:
+        with pytest.raises(UserError) as failure:
+            function()
+        return str(failure.value)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(65534)
+            function()
+        except UserError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with open(read) as file:
+        return file.read()
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user can enter."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        (directory / "a").mkdir()
+        (directory / "a" / "x.jsonl").write_text("{}")
+        yield directory
+        # So that its owner can remove it.
+        (directory / "a").chmod(0o755)
+
+
+@pytest.mark.parametrize("pattern", ["", "a", "a/x.jsonl", "a/*.jsonl", "**/*.jsonl", "*/x.jsonl", "a/none"])
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_directory_that_cannot_be_entered_is_named(public: Path, pattern: str, mode: int) -> None:
+    (public / "y.jsonl").write_text("{}")
+    (public / "a").chmod(mode)
+    message = error_of_another_user(lambda: find_files([str(public / pattern)]))
+    assert f"data.files: '{public}/a' cannot be read: " in message
+    assert "allowed: " in message
+
+
+@pytest.mark.parametrize("pattern", ["", "a", "a/x.jsonl", "a/*.jsonl", "**/*.jsonl"])
+def test_a_file_that_cannot_be_read_is_named(public: Path, pattern: str) -> None:
+    (public / "a" / "x.jsonl").chmod(0o000)
+    message = error_of_another_user(lambda: find_files([str(public / pattern)]))
+    assert f"data.files: '{public}/a/x.jsonl' cannot be read: no permission" in message
+
+
+@pytest.mark.parametrize("pattern", ["", "deep", "deep/z.jsonl", "**/*.jsonl"])
+def test_a_link_that_points_nowhere_is_named(chats: Path, pattern: str) -> None:
+    (chats / "deep" / "z.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(UserError, match="deep/z.jsonl' is a link to 'gone.jsonl', which does not exist"):
+        find_files([str(chats / pattern)])
+
+
+def test_links_to_files_are_followed(chats: Path) -> None:
+    (chats / "deep" / "z.jsonl").symlink_to("../a.jsonl")
+    assert names(chats, "deep") == ["a.jsonl", "deep/c.parquet"]
+
+
+@pytest.mark.parametrize("field", ["data.chat_template", "evaluation.prompts"])
+def test_other_files_are_checked_too(public: Path, field: str) -> None:
+    path = public / "a" / "x.jsonl"
+    room, name = field.split(".")
+    value = [str(path)] if name == "prompts" else str(path)
+    config = from_dict(RunConfig, {room: {name: value}})
+    check_files(config)
+    path.chmod(0o000)
+    assert f"{field}: '{path}' cannot be read" in error_of_another_user(lambda: check_files(config))
+    path.parent.chmod(0o000)
+    message = error_of_another_user(lambda: check_files(config))
+    assert f"{field}: '{path.parent}' cannot be read" in message
+    path.parent.chmod(0o755)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{field}: .*x.jsonl' does not exist; allowed"):
+        check_files(config)
+
+
 @pytest.mark.parametrize(
     "files, name",
     [
