@@ -73,7 +73,7 @@ class JsonArray:
         line, number = line or self._line, number or self._number
         return UserError(
             f"{self._source}: the JSON array cannot be read from element {number} (line {line}) on: "
-            f"{reason}; allowed: a complete array; where elements are not valid JSON, one element per line"
+            f"{reason}; allowed: a complete array; where elements are invalid JSON, one element per line"
         )
 
     def _more(self) -> bool:

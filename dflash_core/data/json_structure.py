@@ -2,7 +2,7 @@
 
 An invalid value may still have a certain end: `{"a": nope}` has one, `{"a": "5" wide"}` has none, since its
 last quote may open a string that runs into the next values. The end is certain when brackets match in kind,
-and every string stands between brackets, commas and colons.
+every string stands between brackets, commas and colons, and colons stand behind the names of objects alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Structure:
     def __init__(self) -> None:
         self._stack = bytearray()
         self._previous = _NOTHING
+        self._is_name = False
         self._is_in_string = False
         self._is_escaped = False
 
@@ -71,6 +72,9 @@ class Structure:
     def _close_or_separate(self, kind: int) -> None:
         if not self._stack:
             raise Uncertain(f"{chr(kind)!r} without an opening bracket")
+        is_name = self._is_name and self._previous in (_STRING_END, _WORD)
+        if is_name != (kind == ord(":")):
+            raise Uncertain("a name and a colon that do not belong together")
         if kind in b",:":
             self._previous = kind
             return
@@ -84,8 +88,12 @@ class Structure:
         is_word = kind != ord('"') and kind not in _OPENING
         if self._previous not in _BEFORE_VALUE and not (is_word and self._previous == _WORD):
             raise Uncertain("text next to a string or bracket, perhaps a quote that is not escaped")
+        # Inside of an object, what follows the opening bracket or a comma is a name.
+        is_in_object = bool(self._stack) and self._stack[-1] == ord("{")
+        if self._previous != _WORD:
+            self._is_name = is_in_object and self._previous in b"{,"
         if kind in _OPENING:
-            if self._previous == ord("{") or (self._previous == ord(",") and self._stack[-1] == ord("{")):
+            if self._is_name:
                 raise Uncertain("a bracket in place of a name, perhaps after a missing bracket")
             if len(self._stack) == _MAX_DEPTH:
                 raise Uncertain(f"more than {_MAX_DEPTH} open brackets")
