@@ -31,7 +31,14 @@ def resolution_seconds(mtime_ns: int) -> float:
 
 def _stamp(status: os.stat_result) -> list[int]:
     # A program can set the time of modification back, but not the time of change.
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, status.st_nlink]
+
+
+def _is_same(stamp: list[int], known: list[int]) -> bool:
+    """Return whether two stamps are of one content; a new hard link changes the time of change alone."""
+    *content, ctime, num_links = stamp
+    *known_content, known_ctime, known_links = known
+    return content == known_content and (ctime == known_ctime or num_links != known_links)
 
 
 @dataclass
@@ -40,7 +47,7 @@ class FileDigests:
 
     storage_root: Path
     is_changed: bool = field(default=False, init=False)
-    # path -> [size, modification time in ns, time of change in ns, sha256]
+    # path -> [*_stamp, sha256]
     _known: dict[str, list[Any]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +74,7 @@ class FileDigests:
     def _of(self, path: Path) -> str:
         status, name = path.stat(), str(path.resolve())
         known = self._known.get(name)
-        if known and known[:-1] == _stamp(status):
+        if known and len(known) == 6 and _is_same(_stamp(status), known[:-1]):
             return str(known[-1])
         written = max(status.st_mtime_ns, status.st_ctime_ns)
         age = (time.time_ns() - written) / 1e9

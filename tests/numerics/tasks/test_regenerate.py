@@ -97,7 +97,7 @@ def test_an_answer_ends_at_an_end_of_turn_that_only_the_template_knows(
             "training": {"device": "cpu"},
         },
     )
-    source = Source(str(tmp_path / "a.jsonl"), "digest")
+    source = Source(str(tmp_path / "a.jsonl"), FileDigests(tmp_path).of(tmp_path / "a.jsonl"))
     target = {"fingerprint": "f", "tokenizer_fingerprint": "t"}
     inputs = regenerate_inputs(config, source, target=target, digests=FileDigests(tmp_path))
     (tmp_path / "out").mkdir()

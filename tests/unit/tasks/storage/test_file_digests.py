@@ -110,3 +110,16 @@ def test_a_file_from_the_future_is_read_each_time(tmp_path: Path) -> None:
     path.write_text("two")
     os.utime(path, ns=(future, future))
     assert digests.of(path) != first
+
+
+def test_a_hard_link_to_a_file_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("one")
+    digests = FileDigests(tmp_path)
+    first = digests.of(path)
+    digests.save()
+    os.link(path, tmp_path / "b.jsonl")
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+    again = FileDigests(tmp_path)
+    assert again.of(path) == first
+    assert not again.is_changed
