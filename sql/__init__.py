@@ -1,7 +1,7 @@
 """The SQL of the length profile: one relation per file.
 
-The first lines of a file name its grain, its inputs and the rows that it drops. The text, comments included,
-is in the key of the profile stage: any change here reruns that stage.
+The first lines of a file name its grain, its key, its inputs and the rows that it drops. The text without
+comments is in the key of the profile stage.
 """
 
 from importlib.resources import files

@@ -1,7 +1,8 @@
--- Grain: one row a source, side of the split and sequence length that occur together. Drops nothing.
+-- Grain: one row per source, side of the split and sequence length that occur together. Drops nothing.
+-- Key: source, is_validation, sequence_length; in no order.
 -- Inputs: $shards, list of samples.parquet; $validation_bound, keys below it are validation samples.
 -- Paths decide no column: a directory may be named source=a.
--- The one scan of the samples: the relations of the profile are made from its rows, a few thousand a source.
+-- The only scan of the samples: the other relations read its rows, a few thousand per source.
 SELECT
     source,
     validation_key < $validation_bound AS is_validation,

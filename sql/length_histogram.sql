@@ -1,4 +1,4 @@
--- Grain: one row a sequence length that occurs. Key: sequence_length, ascending. Input: length_counts.
+-- Grain: one row per sequence length that occurs. Key: sequence_length, ascending. Input: length_counts.
 -- Drops validation samples: edges and plans see training samples only.
 SELECT sequence_length, sum(num_samples)::BIGINT AS num_samples
 FROM length_counts

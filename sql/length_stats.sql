@@ -1,4 +1,4 @@
--- Grain: one row. Input: length_counts. Drops nothing; quantiles are of all samples.
+-- Grain: one row, no key. Input: length_counts. Drops nothing; quantiles are of all samples.
 -- Quantile q is the shortest length that at least a share q of the samples does not exceed.
 WITH lengths AS (
     SELECT sequence_length, sum(num_samples) AS num_samples

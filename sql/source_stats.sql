@@ -1,4 +1,5 @@
--- Grain: one row a source. Key: source, ascending. Input: length_counts. Drops nothing; quantiles as in length_stats.
+-- Grain: one row per source. Key: source, ascending. Input: length_counts. Drops nothing.
+-- Quantiles as in length_stats.
 WITH lengths AS (
     SELECT
         source,

@@ -84,8 +84,12 @@ def length_digest(samples: Sequence[Path], bound: int) -> str:
 
 
 def sql_digest() -> str:
-    """Return the digest of the texts of the profile's relations."""
-    return content_digest({name: sql.read(name) for name in RELATIONS})
+    """Return the digest of the profile's relations: their words, without comments and line breaks."""
+    return content_digest({name: _words(sql.read(name)) for name in RELATIONS})
+
+
+def _words(text: str) -> list[str]:
+    return [word for line in text.splitlines() if not line.startswith("--") for word in line.split()]
 
 
 @stage("profile", version=1, key_only=("length_digest", "sql_digest"), locations=("shards",))
