@@ -317,7 +317,7 @@ def check_seed(seed: int) -> str:
     generator = random.Random(f"limits {seed}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if seed % 50 == 49:
+        if seed % 500 == 49:
             check_memory(directory, seed)
             return "memory"
         file = write_file(directory, seed)
