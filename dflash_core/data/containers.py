@@ -130,7 +130,7 @@ def _text_rows(source: SourceFile, stream: io.BufferedReader) -> Iterator[RawRow
     _reject_binary(source, first)
     if _is_array(source.path, bare, stream):
         yield from JsonArray(f"data.files: {str(source.path)!r}", bare, num_blank + 1, stream).rows()
-    elif _is_open_object(first):
+    elif first.endswith(b"\n") and _is_open_object(first):
         yield from _object_rows(source, first, num_blank, stream)
     else:
         yield from _line_rows(source, first, num_blank, stream)
@@ -181,14 +181,12 @@ def _reject_binary(source: SourceFile, first: bytes) -> None:
         raise source.error("is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet")
 
 
-def _is_open_object(first: bytes) -> bool:
-    """Return True if a first line begins an object that continues on the next line."""
-    text = first.removeprefix(BOM).strip()
-    if not text.startswith(b"{") or not first.endswith(b"\n"):
-        return False
+def _is_open_object(text: bytes) -> bool:
+    """Return True if a text begins an object that continues behind it."""
+    text = text.removeprefix(BOM).strip()
     structure = Structure()
     try:
-        return structure.scan(text, 0) is None and structure.is_open
+        return text.startswith(b"{") and structure.scan(text, 0) is None and structure.is_open
     except Uncertain:
         return False
 
@@ -199,8 +197,13 @@ def _object_rows(source: SourceFile, first: bytes, number: int, stream: Any) -> 
     value = parse(text)
     if isinstance(value, dict) and not stream.peek(1):
         yield RawRow(number + 1, value)
-    else:
-        yield from _line_rows(source, b"", number, _Rejoined(text, stream))
+        return
+    if stream.peek(1) and _is_open_object(text):
+        limit = raw_rows.MAX_ROW_BYTES >> 20
+        raise source.error(
+            f"is one JSON object of over {limit} MiB; allowed: JSON lines, or an array of rows"
+        )
+    yield from _line_rows(source, b"", number, _Rejoined(text, stream))
 
 
 class _Rejoined:

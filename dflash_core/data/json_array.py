@@ -119,9 +119,9 @@ class JsonArray:
         return row, ended
 
     def _value(self, element: bytes) -> Any:
-        if self._is_too_large or len(element) > raw_rows.MAX_ROW_BYTES:
+        if self._is_too_large:
             return too_large()
-        value = parse(element)
+        value = too_large() if len(element) > raw_rows.MAX_ROW_BYTES else parse(element)
         if value is None:
             return Rejection("invalid JSON", "empty element")
         if isinstance(value, Rejection) and value.reason != NOT_AN_OBJECT:

@@ -2,7 +2,8 @@
 
 An invalid value may still have a certain end: `{"a": nope}` has one, `{"a": "5" wide"}` has none, since its
 last quote may open a string that runs into the next values. The end is certain when brackets match in kind,
-every string stands between brackets, commas and colons, and colons stand behind the names of objects alone.
+every string stands on one line between brackets, commas and colons, and colons stand behind the names of
+objects alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _OPENING, _CLOSING = b"{[", b"}]"
 _BEFORE_VALUE = b"\0{[,:"
 _NOTHING, _WORD, _STRING_END, _CLOSED = 0, ord("w"), ord('"'), ord("}")
 _MAX_DEPTH = 1 << 20
+_LINES = "a string over several lines, perhaps a quote that is missing or not escaped"
 
 
 class Uncertain(Exception):
@@ -36,8 +38,8 @@ class Structure:
 
     @property
     def is_open(self) -> bool:
-        """Return True if the bytes so far end inside a bracket, and not inside a string."""
-        return bool(self._stack) and not self._is_in_string
+        """Return True if the bytes so far end inside a bracket."""
+        return bool(self._stack)
 
     def scan(self, data: bytes, position: int) -> int | None:
         """Scan from a position on; return the position of the comma or bracket behind the element, or None.
@@ -53,6 +55,8 @@ class Structure:
             return None
         for match in _TOKEN.finditer(data, position):
             kind = data[match.start()]
+            if kind == ord('"') and data.find(b"\n", match.start(), match.end()) >= 0:
+                raise Uncertain(_LINES)
             if kind in b",:" or kind in _CLOSING:
                 if not self._stack and kind in b",]":
                     return match.start()
@@ -65,6 +69,8 @@ class Structure:
         position += self._is_escaped and position < len(data)
         match = _REST_OF_STRING.match(data, position)
         assert match is not None
+        if data.find(b"\n", position, match.end()) >= 0:
+            raise Uncertain(_LINES)
         self._is_in_string = match.group(1) != b'"'
         self._is_escaped = match.group(1) == b"\\"
         return match.end()

@@ -172,11 +172,11 @@ def test_json_lines_whose_first_row_is_cut_at_a_bracket(tmp_path: Path, first: b
     assert [(line, value) for line, value in rows[2:]] == [(3, {"a": 1}), (4, {"a": 2})]
 
 
-def test_an_object_beyond_the_limit_is_not_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_beyond_the_limit_fails_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_rows, "MAX_ROW_BYTES", 200)
-    rows = rows_of(tmp_path / "x.json", json.dumps({"a": list(range(100))}, indent=1).encode())
-    assert len(rows) == 104
-    assert not any(isinstance(value, dict) for _, value in rows)
+    content = json.dumps({"a": list(range(100))}, indent=1).encode()
+    with pytest.raises(UserError, match="x.json' is one JSON object of over"):
+        rows_of(tmp_path / "x.json", content)
 
 
 def test_a_small_compressed_file_gives_its_text_in_pieces(tmp_path: Path) -> None:
