@@ -10,11 +10,7 @@ from dflash_core.data.json_structure import Structure, Uncertain, is_one_value
 
 CERTAIN = [
     b"1", b'"a"', b"{}", b"[]", b" nope ", b"not a value", b'{"a": nope}', b'{"a": }', b'{"a": 1,}', b"[,]",
-<<<<<<< HEAD
-    b'{"a": "x\n"}', b'{"a": "\\q"}', b'{"a": "\xff"}', b"{'a': 'b'}", b"{a: 1}", b"{a b: c d}",
-=======
     b'{"a": "\\q"}', b'{"a": "\xff"}', b"{'a': 'b'}", b"{a: 1}", b"{a b: c d}",
->>>>>>> 1837deb
     b'{"a": 1,, "b": 2}', b'{"a": "]}, \\" {"}',
     b"[[[1], {}], [2]]", b'{"a": "\\\\"}',
 ]  # fmt: skip
