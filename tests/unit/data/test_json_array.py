@@ -13,19 +13,7 @@ from dflash_core.data.chat import Rejection
 from dflash_core.data.containers import read_rows
 from dflash_core.data.json_structure import Structure
 from dflash_core.errors import UserError
-
-
-def write(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
-def rows_of(path: Path, content: bytes) -> list[tuple[Any, Any]]:
-    return [(row.line, row.value) for row in read_rows(write(path, content))]
-
-
-def reasons_of(rows: list[tuple[Any, Any]]) -> list[tuple[Any, str]]:
-    return [(line, value.reason) for line, value in rows if isinstance(value, Rejection)]
+from tests.support.container_rows import reasons_of, rows_of, write
 
 
 def test_an_invalid_array_element_rejects_only_itself(tmp_path: Path) -> None:
