@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_NAME = r"[\w:]*?(?:think|thought|reason)\w*?"
+_NAME = r"[\w:]*?(?:think|thought|reason)[\w:]*?"
 # One alternative per way to write a pair of tags: <think> </think>, [THINK] [/THINK], and so on.
 _PAIRS = (
     (rf"<\|?{_NAME}\|?>", rf"<\|?/{_NAME}\|?>"),
@@ -21,10 +21,22 @@ _PAIRS = (
     (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|><\|start\|>assistant"),
     (r"<\|think\|>", r"<\|end\|><\|begin\|>assistant"),
 )
-_EMPTY = re.compile("|".join(rf"\s*(?:{o}\s*)?{c}\s*" for o, c in _PAIRS), re.IGNORECASE)
+_EMPTY = re.compile(
+    r"\s*(?:" + "|".join(rf"(?:{opening}\s*)?{closing}\s*" for opening, closing in _PAIRS) + ")+",
+    re.IGNORECASE,
+)
+_LAST = re.compile(
+    "(?:" + "|".join(rf"{opening}\s*(?:{closing}\s*)?" for opening, closing in _PAIRS) + ")$", re.IGNORECASE
+)
 
 
 def skip_empty_block(text: str, start: int) -> int:
-    """Return the position behind the empty reasoning block at `start`, or `start` if there is none."""
+    """Return the position behind the empty reasoning blocks at `start`, or `start` if there is none."""
     match = _EMPTY.match(text, start)
     return match.end() if match else start
+
+
+def last_block(prompt: str) -> int:
+    """Return the start of the open or empty reasoning block that ends a prompt; its length if none does."""
+    match = _LAST.search(prompt)
+    return match.start() if match else len(prompt)

@@ -9,7 +9,8 @@ conversation is rendered up to each assistant turn, once with the generation pro
 - The whole shows the turn differently than F (e.g. without its empty reasoning block): it counts where the
   text behind the prompt is what the target had to write, which is F's. A closing token that differs is not
   supervised.
-- Any other turn is not supervised, or rejects the row, as `data.rewritten_history` says.
+- Any other turn, also one whose prompt the template refuses to render, is not supervised, or rejects the
+  row, as `data.rewritten_history` says. A row in which no turn is found is rejected.
 
 Text that belongs to the generation prompt is not supervised. Neither is the empty reasoning block that some
 templates print; P is also rendered with thinking off, and the longest matching P is used.
@@ -31,6 +32,8 @@ from typing import Any
 from transformers.utils import chat_template_utils
 
 from dflash_core.config import DataConfig
+from dflash_core.data.named_templates import compile_template
+from dflash_core.data.prompt_headers import PromptHeaders
 from dflash_core.data.reasoning_blocks import skip_empty_block
 from dflash_core.data.skeleton import (
     LONG,
@@ -43,18 +46,20 @@ from dflash_core.data.skeleton import (
     make_skeleton,
     shorten,
 )
+from dflash_core.data.text_prefixes import num_equal, skip_blanks
 from dflash_core.data.turn_end import TurnEnds
-from dflash_core.errors import UserError
 
 Tools = list[dict[str, Any]] | None
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Switches of templates: with thinking off, some prompts hold the empty reasoning block that turns show.
 ANSWER = "Yes, ready."
+TOOLS: Tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
 THINKING_FLAGS = ("enable_thinking", "thinking")
 _MAX_SHAPES = 1000
 # The slow path takes time that grows with the square of the number of messages: 512 take about a second.
 MAX_SLOW_MESSAGES = 512
 _LATER = "turns that the template renders differently later on are not supervised"
+_LEFT_OUT = "turns of which the template leaves out or changes text"
 _SHARED = "supervised behind the header that the turn and its generation prompt share"
 
 
@@ -91,9 +96,9 @@ class ChatTemplate:
     arguments: dict[str, Any] = field(default_factory=dict)
     date: str = DataConfig.template_date
     ends: TurnEnds = field(init=False)
-    _generation_prompts: list[str] = field(init=False, default_factory=list)
-    # Ends of generation prompts that some turns lack, e.g. an opened reasoning block.
-    _prompt_tails: tuple[str, ...] = field(init=False, default=())
+    _headers: PromptHeaders = field(init=False, default=PromptHeaders())
+    # Contents are lists of parts, the only form that some templates of vision models print.
+    _takes_parts: bool = field(init=False, default=False)
     _skeletons: dict[Shape, Skeleton | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +106,7 @@ class ChatTemplate:
         flags = [name for name in THINKING_FLAGS if self.reads(name) and name not in self.arguments]
         self._prompt_variants: list[dict[str, Any]] = [{}, *({name: False} for name in flags)]
         # The compiler of `apply_chat_template`, without the copies that it makes of each message.
-        self._compiled = _compile(self.text)
+        self._compiled = compile_template(self.text)
         now = datetime.date.fromisoformat(self.date)
         self._variables = {**self.special_names, **self.arguments, "strftime_now": now.strftime}
         self.ends = TurnEnds(tuple(self.controls))
@@ -117,49 +122,63 @@ class ChatTemplate:
         return re.search(rf"\b{name}\b", self.text) is not None
 
     def _probe(self) -> None:
-        """Find the end-of-turn token and the generation prompts with a conversation of two turns."""
-        question = [{"role": "user", "content": "Ready?"}]
-        if not self._probe_with(question):
-            self._probe_with([{"role": "system", "content": "Be brief."}, *question])
+        """Find the end-of-turn token and the headers with a conversation of two turns.
 
-    def _probe_with(self, question: Messages) -> bool:
+        Some templates require a system turn or tools, or print only contents that are lists of parts.
+        """
+        question = [{"role": "user", "content": "Ready?"}]
+        system = [{"role": "system", "content": "Be brief."}, *question]
+        for self._takes_parts in (False, True):
+            if any(
+                self._probe_with(*tried) for tried in ((question, None), (system, None), (question, TOOLS))
+            ):
+                return
+        self._takes_parts = False
+
+    def _probe_with(self, question: Messages, tools: Tools) -> bool:
         """Probe with this question and an answer; return False if the template does not render them."""
         messages = [*question, {"role": "assistant", "content": ANSWER}]
         try:
-            whole = self._render(messages, None)
-            asked = self._render(question, None)
-            prompts = [self._render(question, None, prompt=True, **flags) for flags in self._prompt_variants]
+            whole = self._render(messages, tools)
+            asked = self._render(question, tools)
         except Exception:
             # Templates raise any exception, here e.g. because they require other roles. Rows will report it.
             return False
-        longer = self._render_or_none([*messages, question[-1], messages[-1]])
+        if ANSWER not in whole:
+            return False
+        prompts = self._prompts(question, tools)
+        longer = self._render_or_none([*messages, question[-1], messages[-1]], tools)
         suffixes = {p[len(asked) :] for p in prompts if p.startswith(asked) and len(p) > len(asked)}
-        self._generation_prompts = sorted(suffixes, key=len, reverse=True)
         turns = [text[len(asked) :] for text in (whole, longer or "") if text.startswith(asked)]
-        shared = {(p, _num_equal_tags(p, turn)) for p in suffixes for turn in turns}
-        tails = {p[n:] for p, n in shared if p[:n].strip() and p[n:]}
-        self._prompt_tails = tuple(sorted(tails))
-        self.ends = TurnEnds.of_template(whole, longer or whole, ANSWER, self.controls, self.added)
-        if self._marks_turns and not self._turns_marked(messages, None)[1]:
+        self._headers = PromptHeaders.of_template(suffixes, turns)
+        eos = self.special_names.get("eos_token")
+        self.ends = TurnEnds.of_template(whole, longer or whole, ANSWER, self.controls, self.added, eos)
+        if self._marks_turns and not self._turns_marked(messages, tools)[1]:
             # The block is in a comment, or is never reached.
             self._marks_turns = False
         return True
 
-    def _render_or_none(self, messages: Messages) -> str | None:
+    def _render_or_none(self, messages: Messages, tools: Tools, **flags: Any) -> str | None:
         try:
-            return self._render(messages, None)
+            return self._render(messages, tools, **flags)
         except Exception:
             # Templates raise any exception. The rows that need this rendering report it.
             return None
 
     def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **flags: Any) -> str:
         return self._compiled.render(
-            messages=messages,
+            messages=self._as_printed(messages),
             tools=tools,
             documents=None,
             add_generation_prompt=prompt,
             **{**self._variables, **flags},
         )
+
+    def _as_printed(self, messages: Messages) -> Messages:
+        """Return the messages with their contents in the form that the template prints."""
+        if not self._takes_parts:
+            return messages
+        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
 
     def render(self, messages: Messages, tools: Tools) -> Found:
         """Return the text, the turns as characters [start, end), and notes.
@@ -168,8 +187,8 @@ class ChatTemplate:
         `{% generation %}`, one per marked turn.
 
         Raises:
-            TemplateError: the template rewrites earlier turns and `rewritten_history` is "refuse", it
-                rewrites the last turn, or there are too many messages for the slow path.
+            TemplateError: the template rewrites turns and `rewritten_history` is "refuse", it rewrites all
+                of them, or there are too many messages for the slow path.
             Exception: any error that the template raises.
         """
         skeleton = self._skeleton_of(messages) if tools is None else None
@@ -190,9 +209,15 @@ class ChatTemplate:
                 f"{len(messages)} messages; allowed: {MAX_SLOW_MESSAGES} where each turn is rendered alone"
             )
             raise TemplateError("too many turns", detail)
-        if self._marks_turns:
-            return self._turns_marked(messages, tools)
-        return self._turns_by_prefixes(messages, tools)
+        find = self._turns_marked if self._marks_turns else self._turns_by_prefixes
+        text, turns, notes = find(messages, tools)
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        if len(answers) == len(turns):
+            # White space and reasoning aside, an answer has to be in its turn.
+            written = [answer.rpartition("</think>")[2].strip() for answer in answers]
+            if any(turn and part not in text[slice(*turn)] for part, turn in zip(written, turns)):
+                notes = (*notes, _LEFT_OUT)
+        return text, turns, notes
 
     def _skeleton_of(self, messages: Messages) -> Skeleton | None:
         if any(len(message) != 2 for message in messages):  # fields other than role and content
@@ -209,24 +234,29 @@ class ChatTemplate:
             if len(self._skeletons) >= _MAX_SHAPES:
                 return None
             find = functools.partial(self._render_slowly, tools=None)
-            self._skeletons[shape] = make_skeleton(shape, find, self._prompt_tails)
+            self._skeletons[shape] = make_skeleton(shape, find, self._headers.tails)
         return self._skeletons[shape]
 
     def _turns_marked(self, messages: Messages, tools: Tools) -> Found:
         """Find turns by the template's own `{% generation %}` blocks, less the generation prompt's text."""
         text, indices = chat_template_utils._render_with_assistant_indices(
-            self._compiled, messages, tools, None, False, **self._variables
+            self._compiled, self._as_printed(messages), tools, None, False, **self._variables
         )
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = [self._headers.behind_prompt(text, self._prompts(messages[:i], tools)) for i in numbers]
         turns: list[Span | None] = []
+        lacks_tail = False
         for start, end in indices:
-            for prompt in self._generation_prompts:
-                ends = range(min(end, start + len(prompt)), max(start, len(prompt)) - 1, -1)
-                inside = next((p for p in ends if text.startswith(prompt, p - len(prompt))), None)
-                if inside is not None:
-                    start = inside
-                    break
-            turns.append((skip_empty_block(text, start), self.ends.of_turn(text, start, end)))
-        return text, turns, ()
+            marked = (self._headers.behind_header(text, start), False)
+            start, lacks = max(p for p in [marked, *prompts] if p[0] <= max(marked[0], end))
+            turn = (skip_empty_block(text, start), self.ends.of_turn(text, start, end))
+            is_blank = self.ends.open_end(text, turn)[0] >= self.ends.open_end(text, turn)[1]
+            if turns and turns[-1] and is_blank and not text[turns[-1][1] : start].strip():
+                # Phi-3: the text's final `<|endoftext|>`, behind the end of the last turn.
+                continue
+            turns.append(turn)
+            lacks_tail |= lacks
+        return text, turns, (_SHARED,) if lacks_tail else ()
 
     def _turns_by_prefixes(self, messages: Messages, tools: Tools) -> Found:
         """Find turns by rendering up to, and with, each assistant turn; see the module's docstring."""
@@ -236,31 +266,37 @@ class ChatTemplate:
         notes = []
         if None in found:
             if self.rewritten_history == "refuse":
-                raise TemplateError(
-                    "chat template rewrites earlier turns", "data.rewritten_history is refuse"
-                )
-            if found[-1] is None:
-                detail = "it shares no header with its prompt"
-                raise TemplateError("chat template rewrites the last turn", detail)
+                raise TemplateError("chat template rewrites turns", "data.rewritten_history is refuse")
+            if not any(found):
+                detail = "no turn follows, in the whole conversation, the prompt that asks for it"
+                raise TemplateError("chat template rewrites all turns", detail)
             notes.append(_LATER)
         if any(turn is not None and turn[1] for turn in found):
             notes.append(_SHARED)
-        return text, [turn and turn[0] for turn in found], tuple(notes)
+        turns, end = [turn and turn[0] for turn in found], 0
+        for i, turn in enumerate(turns):
+            if turn is not None:
+                start = self._headers.behind_header(text, max(turn[0], end))
+                end = max(start, turn[1])
+                turns[i] = (skip_empty_block(text, start), end)
+        return text, turns, tuple(notes)
 
     def _turn(self, text: str, messages: Messages, tools: Tools, number: int) -> tuple[Span, bool] | None:
         """Return the characters of one assistant turn, and whether it lacks a part of its prompt.
 
         None if the whole does not hold, behind its prompt, what the target had to write.
         """
-        own = text if number == len(messages) - 1 else self._render(messages[: number + 1], tools)
+        is_last = number == len(messages) - 1
+        own = text if is_last else self._render_or_none(messages[: number + 1], tools)
+        if own is None:
+            return None
         if number == 0:
             start = self._first_difference(own, messages[0], tools)
             return (
                 ((start, self.ends.of_turn(text, start, len(own))), False) if text.startswith(own) else None
             )
-        before = messages[:number]
-        prompts = [self._render(before, tools, prompt=True, **flags) for flags in self._prompt_variants]
-        start, lacks_tail = self._behind_prompt(text, prompts)
+        prompts = self._prompts(messages[:number], tools)
+        start, lacks_tail = self._headers.behind_prompt(text, prompts)
         if start < 0:
             return None
         start = skip_empty_block(text, start)
@@ -269,15 +305,14 @@ class ChatTemplate:
         end = self._end_as_written(text, start, own, prompts)
         return None if end is None else ((start, end), lacks_tail)
 
-    def _behind_prompt(self, text: str, prompts: list[str]) -> tuple[int, bool]:
-        """Return the end of the longest prompt, its tail possibly left out, that `text` starts with; else -1.
-
-        Also returns whether the tail was left out.
-        """
-        whole = max((len(p) for p in prompts if text.startswith(p)), default=-1)
-        shorter = [p[: -len(tail)] for p in prompts for tail in self._prompt_tails if p.endswith(tail)]
-        shared = max((len(p) for p in shorter if text.startswith(p)), default=-1)
-        return max(whole, shared), shared > whole
+    def _prompts(self, before: Messages, tools: Tools) -> list[str]:
+        """Return the prompts that ask for the turn behind these messages; none if the template raises."""
+        if not before:
+            return []
+        rendered = [
+            self._render_or_none(before, tools, prompt=True, **flags) for flags in self._prompt_variants
+        ]
+        return [prompt for prompt in rendered if prompt is not None]
 
     def _end_as_written(self, text: str, start: int, own: str, prompts: list[str]) -> int | None:
         """Return the end of the turn at `start` where the whole shows what the target wrote, else None.
@@ -286,25 +321,25 @@ class ChatTemplate:
             own: the conversation that ends with the turn.
             prompts: those of the turn.
         """
-        own_start, _ = self._behind_prompt(own, prompts)
+        own_start, _ = self._headers.behind_prompt(own, prompts)
         if own_start < 0:
             return None
         own_start = skip_empty_block(own, own_start)
         written = own[own_start : self.ends.of_turn(own, own_start, len(own))]
         if text.startswith(written, start):
-            return start + len(written)
+            return self.ends.of_turn(text, start, start + len(written))
         closing = max((c for c in self.ends.closers if written.endswith(c)), key=len, default="")
         body = written.removesuffix(closing)
         body_start = start
         if not text.startswith(body, start):
             # White space around a content may be stripped later on only.
-            body, body_start = body.strip(), _skip_blanks(text, start)
+            body, body_start = body.strip(), skip_blanks(text, start)
         end = body_start + len(body)
         if not body.strip() or not text.startswith(body, body_start):
             return None
-        closing_start = _skip_blanks(text, end)
+        closing_start = skip_blanks(text, end)
         if text.startswith(closing, closing_start):
-            return closing_start + len(closing) if closing else end
+            return closing_start + len(closing) if closing else self.ends.of_turn(text, start, end)
         # gpt-oss: `Hi<|return|>` is shown as `Hi<|end|>` later on.
         return end if text.startswith(self.ends.closers, closing_start) else None
 
@@ -312,37 +347,4 @@ class ChatTemplate:
         """Return the start of an opening assistant turn: the first character that another content changes."""
         content = message["content"].strip()
         other = self._render([{**message, "content": "b" if content.startswith("a") else "a"}], tools)
-        return _num_equal(whole, other)
-
-
-def _num_equal(one: str, other: str) -> int:
-    """Return the number of characters at their start that two texts share."""
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
-
-
-def _num_equal_tags(one: str, other: str) -> int:
-    """Return the number of characters at their start that two texts share, without a part of a tag.
-
-    `<think>Hi` and `<thanks>` -> 0.
-    """
-    shared = one[: _num_equal(one, other)]
-    opened = max(
-        shared.rfind(opening) if shared.rfind(opening) > shared.rfind(closing) else -1
-        for opening, closing in ("<>", "[]", "\u25c1\u25b7")
-    )
-    return len(shared) if opened < 0 else opened
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    """Return the first position from `position` on that holds no white space."""
-    return position + len(text[position:]) - len(text[position:].lstrip())
-
-
-def _compile(text: str) -> Any:
-    try:
-        return chat_template_utils._compile_jinja_template(text)
-    except Exception as error:
-        if any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__):
-            raise UserError(f"data.chat_template: does not compile: {error}") from error
-        raise
+        return num_equal(whole, other)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_core.data.control_strings import any_of
+from dflash_core.data.text_prefixes import num_equal, skip_blanks
+
 Span = tuple[int, int]
 
 
@@ -14,7 +17,7 @@ class TurnEnds:
 
     Args:
         closers: texts of control tokens, the end-of-turn token included.
-        end_of_turn: the first control token that the template writes behind an answer, if any.
+        end_of_turn: the token that the template writes behind an answer, if any.
         next_header_ends: the template writes none, and the header of the next turn ends an answer.
     """
 
@@ -24,7 +27,13 @@ class TurnEnds:
 
     @classmethod
     def of_template(
-        cls, whole: str, longer: str, answer: str, controls: Sequence[str], added: Sequence[str]
+        cls,
+        whole: str,
+        longer: str,
+        answer: str,
+        controls: Sequence[str],
+        added: Sequence[str],
+        eos: str | None,
     ) -> TurnEnds:
         """Find the end-of-turn token.
 
@@ -34,18 +43,14 @@ class TurnEnds:
             answer: a text that occurs nowhere else.
             controls: texts of the control tokens.
             added: texts of other added tokens, which end a turn where no control token does.
+            eos: text of the tokenizer's EOS.
         """
         start, behind = whole.rfind(answer), longer.find(answer) + len(answer)
         end = _first_behind(whole, start, controls) or _first_behind(whole, start, added)
-        following = [c for c in controls if longer.startswith(c, behind)]
+        following = [c for c in controls if longer.startswith(c, skip_blanks(longer, behind))]
         if end is not None:
-            # Command A ends turns with `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`. Phi-4-mini ends with
-            # `<|end|><|endoftext|>` only the last one, so the tokens have to follow both answers.
-            last = _run(whole, whole.index(end, start), controls)
-            earlier = _run(longer, longer.find(end, behind), controls)
-            while last and last != earlier[: len(last)]:
-                last.pop()
-            end = last[-1] if last else end
+            shared = _shared(whole[whole.index(end, start) :], longer[longer.find(end, behind) :], controls)
+            end = eos if eos in shared else [end, *shared][-1]
         # GLM: `answer<|user|>`. Any header ends a turn, e.g. that of a tool's result too.
         next_header_ends = end is None and bool(following)
         if next_header_ends:
@@ -67,9 +72,7 @@ class TurnEnds:
         ends = [close_end for close_end, control in closing if control == self.end_of_turn]
         if ends:
             return ends[-1]
-        following = end
-        while following < len(text) and text[following].isspace():
-            following += 1
+        following = skip_blanks(text, end)
         if self.end_of_turn and text.startswith(self.end_of_turn, following):
             return following + len(self.end_of_turn)
         if self.next_header_ends and text.startswith(self.closers, end):
@@ -112,10 +115,11 @@ def _first_behind(text: str, start: int, tokens: Sequence[str]) -> str | None:
     return min(found)[2] if found and start >= 0 else None
 
 
-def _run(text: str, position: int, tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that follow each other from `position` on, with nothing in between."""
-    run: list[str] = []
-    while position >= 0 and (found := [t for t in tokens if text.startswith(t, position)]):
-        run.append(max(found, key=len))
-        position += len(run[-1])
-    return run
+def _shared(last: str, earlier: str, controls: Sequence[str]) -> list[str]:
+    """Return the control tokens of the text with which both texts start, up to any white space.
+
+    Command A ends turns with `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`. Phi-4-mini ends only the last turn with
+    `<|end|><|endoftext|>`, so tokens have to follow an earlier answer too.
+    """
+    shared = last[: num_equal(last, earlier)]
+    return any_of(controls).findall(next(iter(shared.split()), ""))

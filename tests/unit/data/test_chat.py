@@ -311,14 +311,14 @@ def test_a_turn_whose_reasoning_the_template_drops_is_not_supervised_or_rejects(
     assert sample.notes == ("turns that the template renders differently later on are not supervised",)
     rejected = encoded(with_template(TEMPLATES["thinking"], rewritten_history="refuse"), messages)
     assert isinstance(rejected, Rejection)
-    assert rejected.reason == "chat template rewrites earlier turns"
+    assert rejected.reason == "chat template rewrites turns"
 
 
 def test_a_template_that_rewrites_the_last_turn_too_is_rejected() -> None:
     template = "{{ messages | length }}: {% for m in messages %}{{ m.role + m.content }}{% endfor %}"
     rejected = encode(with_template(template), ("user", "q"), ("assistant", "a"))
     assert isinstance(rejected, Rejection)
-    assert rejected.reason == "chat template rewrites the last turn"
+    assert rejected.reason == "chat template rewrites all turns"
 
 
 def test_the_mask_token_rejects_the_row() -> None:
