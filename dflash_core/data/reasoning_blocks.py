@@ -17,6 +17,7 @@ _PAIRS = (
     (rf"<\|(?:start|begin)_(?:of_)?{_NAME}\|>", rf"<\|end_(?:of_)?{_NAME}\|>"),
     (rf"<\|{_NAME}_(?:start|begin)\|>", rf"<\|{_NAME}_end\|>"),
     (r"<\|channel>thought", r"<channel\|>"),
+    (r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>"),
     (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),
     (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|><\|start\|>assistant"),
     (r"<\|think\|>", r"<\|end\|><\|begin\|>assistant"),

@@ -52,6 +52,8 @@ class Family:
     # The tokenizer's, where it is not the end of turn.
     eos: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    # The template prints only contents that are lists of parts.
+    parts: bool = False
 
     @property
     def template(self) -> str:
@@ -299,4 +301,52 @@ FAMILIES = [
         keeps_reasoning=True,
     ),
     Family("xverse", "<|endoftext|>"),
+    Family("smolvlm", "<end_of_utterance>", CHATML, before=" ", parts=True),
+    Family(
+        "kimi-k3",
+        "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>",
+        "<|open|> <|close|> <|sep|> <|end_of_msg|>",
+        eos="<|end_of_msg|>",
+        before="<|open|>response<|sep|>",
+        reasoning="{}<|close|>think<|sep|><|open|>response<|sep|>",
+        keeps_reasoning=True,
+    ),
+    Family(
+        "hunyuan3",
+        "<｜hy_eos｜>",
+        "<｜hy_User｜> <｜hy_Assistant｜>",
+        "<think:open> </think:open>",
+        last_end="",
+        reasoning="<think:open>{}</think:open>",
+    ),
+    Family(
+        "apriel",
+        "\n<|end|>",
+        "<|begin_user|> <|begin_system|> <|begin_assistant|> <|end|>",
+        last_end="",
+        reasoning="{}\n[BEGIN FINAL RESPONSE]\n",
+    ),
+    Family(
+        "glm47",
+        **GLM,
+        added=f"{THINK_TAGS} {CALL_TAGS}",
+        call="<tool_call>f</tool_call><|observation|>",
+        reasoning="{}</think>",
+    ),
+    Family(
+        "qwen35",
+        "<|im_end|>",
+        CHATML,
+        THINK_TAGS,
+        call="<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>",
+        reasoning="{}\n</think>\n\n",
+    ),
+    Family("deepseek-r1-marked", **DEEPSEEK, added=THINK_TAGS),
+    Family("phi3-marked", "<|end|>", "<|user|> <|assistant|> <|system|>", eos="<|endoftext|>"),
+    Family(
+        "llama4",
+        "<|eot|>",
+        "<|header_start|> <|header_end|> <|eom|> <|python_start|> <|python_end|>",
+        call='<|python_start|><|python_end|>{"name": "f"}<|eom|>',
+    ),
 ]

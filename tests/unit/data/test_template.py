@@ -60,6 +60,8 @@ def supervised(encoder: ChatEncoder, sample: Sample) -> str:
         ("<seed:think></seed:think>Hi", "Hi"),
         ("\u25c1think\u25b7\u25c1/think\u25b7Hi", "Hi"),
         ("<|channel>thought\n<channel|>Hi", "Hi"),
+        ("<think:on>\n</think:on>Hi", "Hi"),
+        ("</think><think>\n</think>\nHi", "Hi"),
         ("<think>so</think>Hi", "<think>so</think>Hi"),
         ("<tool_call></tool_call>Hi", "<tool_call></tool_call>Hi"),
         ("<think>Hi", "<think>Hi"),
@@ -120,6 +122,88 @@ def test_an_end_of_turn_that_swallows_white_space_stays_supervised(text: str, fl
     else:
         plain = sample_of(encoder, turns_of("q", "hello \n", "r", "yes"))
         assert sample.token_ids.tolist()[-12:] == plain.token_ids.tolist()[-12:]
+
+
+def texts_of(encoder: ChatEncoder, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
+    """Return the texts of the turns that are found."""
+    rendered = encoder.render(Conversation(messages, tools))
+    assert not isinstance(rendered, Rejection), rendered
+    return [rendered.text[start:end] for start, end in rendered.turns]
+
+
+@pytest.mark.parametrize("user", ["q", "q</s>", "\u00e9"], ids=["plain", "control string", "not ASCII"])
+@pytest.mark.parametrize("name", ["hunyuan3", "qwen2", "mistral-v1", "phi3-marked", "glm47", "kimi-k3"])
+def test_two_assistant_turns_in_a_row_are_two_turns_without_header(name: str, user: str) -> None:
+    family = BY_NAME[name]
+    encoder = encoder_of(family)
+    messages = [*turns_of(user, "a1"), *turns_of("", "a2")[1:], *turns_of("r", "a3")]
+    first = "<|assistant|>" if name == "glm47" else family.end
+    last = family.end if family.last_end is None else family.last_end
+    expected = [f"{family.before}a{i}{end}" for i, end in ((1, first), (2, family.end), (3, last))]
+    assert texts_of(encoder, messages) == expected
+    assert supervised(encoder, sample_of(encoder, messages)) == "".join(expected)
+
+
+@pytest.mark.parametrize("name", ["hunyuan3", "glm45", "glm47"])
+def test_an_earlier_turn_ends_with_the_header_that_ends_it(name: str) -> None:
+    """Alone, and with its blank reasoning, the turn has no end of its own."""
+    messages = turns_of("q1", "a1", "q2", "a2")
+    for message in messages:
+        message["reasoning_content"] = "\n"
+    assert texts_of(encoder_of(BY_NAME[name]), messages)[0].endswith("a1" + BY_NAME[name].end)
+
+
+def test_a_turn_whose_prompt_cannot_be_rendered_costs_no_other_turn() -> None:
+    """Qwen3.5 requires a question, which the opening turn of the assistant does not have."""
+    encoder = encoder_of(BY_NAME["qwen35"])
+    sample = sample_of(encoder, turns_of("", "a1", "q", "a2")[1:])
+    assert supervised(encoder, sample) == "a2<|im_end|>"
+    assert "turns that the template renders differently later on are not supervised" in sample.notes
+
+
+RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ '[' + m.content + ']' }}{% else %}"
+    "{{ '' if loop.previtem and loop.previtem.role == 'tool' else '<turn>' + m.role }}"
+    "{{ m.content + (m.tool_calls or '') | string + '<end_of_turn>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>assistant' }}{% endif %}"
+)
+
+
+def test_a_last_turn_that_does_not_follow_its_prompt_costs_no_other_turn() -> None:
+    """Apertus: the prompt after a tool's result has a header that the answer lacks."""
+    encoder = encoder_of(RESULTS)
+    messages = [*turns_of("q", ""), {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}]
+    messages[1]["tool_calls"] = [CALL]
+    assert [text.count("arguments") for text in texts_of(encoder, messages)] == [1]
+    refusing = encoder_of(RESULTS, rewritten_history="refuse")
+    assert isinstance(refusing.render(Conversation(messages)), Rejection)
+
+
+def test_text_that_the_template_leaves_out_leaves_a_note() -> None:
+    """Llama 3.1 renders the calls of a turn and not the text next to them."""
+    encoder = encoder_of(BY_NAME["llama31"])
+    messages = [
+        *turns_of("q", "a1"),
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a2"},
+    ]
+    left_out = "turns of which the template leaves out or changes text"
+    assert left_out not in sample_of(encoder, messages, TOOLS).notes
+    messages[1]["tool_calls"] = [CALL]
+    assert left_out in sample_of(encoder, messages, TOOLS).notes
+
+
+def test_contents_are_parts_where_a_template_prints_no_others() -> None:
+    encoder = encoder_of(BY_NAME["smolvlm"])
+    assert texts_of(encoder, turns_of("q", "a")) == [" a<end_of_utterance>"]
+    assert encoder.template.render_prompt(turns_of("q")).endswith("User: q<end_of_utterance>\nAssistant:")
+
+
+def test_a_header_inside_a_marked_turn_is_not_supervised() -> None:
+    encoder = encoder_of(BY_NAME["deepseek-r1-marked"])
+    sample = sample_of(encoder, turns_of("q", "<think>so</think>a", "r", "b"))
+    assert supervised(encoder, sample) == "a<｜end▁of▁sentence｜>b<｜end▁of▁sentence｜>"
+    assert sample.notes == (SHARED,)
 
 
 CALLS = (
@@ -271,6 +355,10 @@ def test_many_turns_that_have_to_be_rendered_one_by_one_are_rejected() -> None:
         ("glm4", "<|user|>"),
         ("ling", "<|role_end|>"),
         ("hunyuan", "<|eos|>"),
+        ("kimi-k3", "<|end_of_msg|>"),
+        ("apriel", "<|end|>"),
+        ("hunyuan3", "<｜hy_eos｜>"),
+        ("smolvlm", "<end_of_utterance>"),
     ],
 )
 def test_the_end_of_turn_is_known(name: str, end: str) -> None:

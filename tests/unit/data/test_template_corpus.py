@@ -62,6 +62,8 @@ def test_ids_are_those_of_apply_chat_template(
     messages, tools = family.row(kind) or ([], None)
     sample = sample_of(family, messages, tools)
     monkeypatch.setattr(chat_template_utils, "datetime", FixedDay)
+    if family.parts:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     expected = family.tokenizer.apply_chat_template(messages, tools=tools, **family.arguments)
     assert sample.token_ids.tolist() == expected["input_ids"]
 
