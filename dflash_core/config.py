@@ -125,8 +125,8 @@ class DataConfig:
     # tokens of a sample
     max_length: int = 3072
     over_length: Literal["reject", "truncate_last_turn"] = "reject"
-    # turns that the template renders differently later on: not supervised, or the row is rejected
-    rewritten_history: Literal["last_turn", "refuse"] = "last_turn"
+    # turns that the template renders differently later on: context alone, or the row is rejected
+    rewritten_history: Literal["unsupervised", "refuse"] = "unsupervised"
     drop_duplicates: bool = False
     # of a file's rows: broken or unusable ones; above it, the file itself is likely not what was meant
     max_reject_share: float = 0.05

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_BLANKS = re.compile(r"\s*")
+
 
 def num_equal(one: str, other: str) -> int:
     """Return the number of characters at their start that two texts share."""
@@ -24,4 +28,5 @@ def num_equal_tags(one: str, other: str) -> int:
 
 def skip_blanks(text: str, position: int) -> int:
     """Return the first position from `position` on that holds no white space."""
-    return position + len(text[position:]) - len(text[position:].lstrip())
+    blanks = _BLANKS.match(text, position)
+    return blanks.end() if blanks else position
