@@ -153,9 +153,8 @@ class ChatTemplate:
         self._headers = PromptHeaders.of_template(suffixes, turns)
         eos = self.special_names.get("eos_token")
         self.ends = TurnEnds.of_template(whole, longer or whole, ANSWER, self.controls, self.added, eos)
-        if self._marks_turns and not self._turns_marked(messages, tools)[1]:
-            # The block is in a comment, or is never reached.
-            self._marks_turns = False
+        # The block may be in a comment, or is never reached.
+        self._marks_turns = self._marks_turns and bool(self._turns_marked(messages, tools)[1])
         return True
 
     def _render_or_none(self, messages: Messages, tools: Tools, **flags: Any) -> str | None:
@@ -243,19 +242,20 @@ class ChatTemplate:
             self._compiled, self._as_printed(messages), tools, None, False, **self._variables
         )
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompts = [self._headers.behind_prompt(text, self._prompts(messages[:i], tools)) for i in numbers]
+        asked = [(-1, False)] * len(indices)
+        if len(numbers) == len(indices):
+            asked = [self._headers.behind_prompt(text, self._prompts(messages[:i], tools)) for i in numbers]
         turns: list[Span | None] = []
         lacks_tail = False
-        for start, end in indices:
+        for (start, end), behind_prompt in zip(indices, asked):
             marked = (self._headers.behind_header(text, start), False)
-            start, lacks = max(p for p in [marked, *prompts] if p[0] <= max(marked[0], end))
+            start, lacks = max(p for p in (marked, behind_prompt) if p[0] <= max(marked[0], end))
             turn = (skip_empty_block(text, start), self.ends.of_turn(text, start, end))
-            is_blank = self.ends.open_end(text, turn)[0] >= self.ends.open_end(text, turn)[1]
-            if turns and turns[-1] and is_blank and not text[turns[-1][1] : start].strip():
-                # Phi-3: the text's final `<|endoftext|>`, behind the end of the last turn.
-                continue
-            turns.append(turn)
-            lacks_tail |= lacks
+            is_blank = self.ends.open_end(text, turn)[1] <= turn[0]
+            # Phi-3: the text's final `<|endoftext|>`, behind the end of the last turn, is none.
+            if not (turns and turns[-1] and is_blank and not text[turns[-1][1] : start].strip()):
+                turns.append(turn)
+                lacks_tail |= lacks
         return text, turns, (_SHARED,) if lacks_tail else ()
 
     def _turns_by_prefixes(self, messages: Messages, tools: Tools) -> Found:

@@ -1,8 +1,11 @@
-"""What of the settings enters a key."""
+"""What of the settings enters a key, and values that are not allowed."""
 
 from __future__ import annotations
 
+import pytest
+
 from dflash_core.config import DataConfig, RunConfig, decisive, from_dict, to_dict
+from dflash_core.errors import UserError
 
 
 def test_an_optional_setting_enters_a_key_where_it_differs_from_its_default() -> None:
@@ -11,3 +14,10 @@ def test_an_optional_setting_enters_a_key_where_it_differs_from_its_default() ->
     assert decisive(changed)["data"]["template_arguments"] == {"enable_thinking": False}
     assert from_dict(RunConfig, to_dict(changed)) == changed
     assert DataConfig().template_arguments == {}
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(
+        UserError, match="data.rewritten_history: 'last_turn' .* allowed: unsupervised, refuse"
+    ):
+        from_dict(RunConfig, {"data": {"rewritten_history": "last_turn"}})
