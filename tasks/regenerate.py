@@ -148,7 +148,7 @@ def regenerate_inputs(
     else:
         model = {"model": settings.model or config.target.name, "base_url": settings.base_url}
     reading = ["format", "limit", "columns", "roles", "reasoning", "max_length"]
-    reading += ["template_arguments", "template_date"]
+    reading += ["template_arguments", "template_date", "rewritten_history"]
     rules = {key: value for key, value in decisive(config.data).items() if key in reading}
     # The tokenizer comes with the chat template that makes the prompts.
     rules["tokenizer"] = target["tokenizer_fingerprint"]

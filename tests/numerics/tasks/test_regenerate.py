@@ -114,10 +114,9 @@ def test_an_answer_ends_at_an_end_of_turn_that_only_the_template_knows(
 def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> None:
     """Other sampling gives other answers; batch size and retries do not change them."""
 
-    def key(target: str = "f", arguments: dict[str, Any] | None = None, **settings: Any) -> str:
+    def key(target: str = "f", data: dict[str, Any] | None = None, **settings: Any) -> str:
         values = {"target": {"name": str(tiny_target_dir)}, "regenerate": {"enabled": True, **settings}}
-        if arguments is not None:
-            values["data"] = {"template_arguments": arguments}
+        values["data"] = data or {}
         config = from_dict(RunConfig, values)
         source = Source(str(tmp_path / "a.jsonl"), "digest")
         known = {"fingerprint": target, "tokenizer_fingerprint": "t"}
@@ -126,7 +125,7 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
         return regenerate.key({**inputs, "where": where})
 
     assert key() == key(batch_size=1, concurrency=1, max_retries=0, timeout_seconds=1.0)
-    assert key() == key(arguments={})
+    assert key() == key(data={"template_arguments": {}})
     endpoint = {"base_url": "http://a/v1"}
     assert key(**endpoint) == key(target="other", **endpoint)
     keys = [key(), key(target="other"), key(seed=1), key(temperature=0.5), key(max_new_tokens=9)]
@@ -135,6 +134,8 @@ def test_what_the_key_of_a_file_holds(tmp_path: Path, tiny_target_dir: Path) -> 
         key(**endpoint),
         key(**endpoint, model="m"),
         key(base_url="http://b/v1"),
-        key(arguments={"enable_thinking": False}),
+        key(data={"template_arguments": {"enable_thinking": False}}),
+        key(data={"template_date": "2026-01-01"}),
+        key(data={"rewritten_history": "refuse"}),
     ]
     assert len(set(keys)) == len(keys)
