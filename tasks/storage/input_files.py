@@ -96,19 +96,20 @@ def _glob(path: Path) -> list[Path]:
 
 def _matches(directory: Path, part: str) -> Iterator[Path]:
     """Yield what one part of a glob matches in a directory; names that begin with a dot only if it does."""
-    if not glob.has_magic(part):
+    if not os.path.isdir(directory):
+        return
+    has_magic = glob.has_magic(part)
+    if not os.access(directory, os.R_OK | os.X_OK if has_magic else os.X_OK):
+        raise _unreadable(directory, "data.files")
+    if not has_magic:
         if os.path.lexists(directory / part):
             yield directory / part
-    elif not os.path.isdir(directory):
-        return
     elif part == "**":
         for parent, directories, names in _walk(directory):
             directories[:] = [name for name in directories if not name.startswith(".")]
             yield Path(parent)
             yield from (Path(parent, name) for name in names if not name.startswith("."))
     else:
-        if not os.access(directory, os.R_OK | os.X_OK):
-            raise _unreadable(directory, "data.files")
         for name in fnmatch.filter(os.listdir(directory), part):
             if not name.startswith(".") or part.startswith("."):
                 yield directory / name
