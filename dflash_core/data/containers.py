@@ -4,9 +4,9 @@ A row that cannot be parsed is yielded with a rejection, and reading goes on beh
 into rows with certainty fails the file: a row is never lost. Memory holds one row, one chunk or one record
 batch (limits in `raw_rows.py`), never the file.
 
-Rules: blank lines are skipped and counted; only LF ends a JSONL row (U+2028 and the like do not); a byte
-order mark and CR before LF are not part of the text; invalid UTF-8 or JSON rejects the row under its
-physical line number, and its number in an array.
+Rules: blank lines are skipped and counted; only LF ends a JSONL line (U+2028 and the like do not), and
+several objects on one line are several rows; a byte order mark and CR before LF are not part of the text;
+invalid UTF-8 or JSON rejects the row under its physical line number, and its number in an array.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_core.data.chat import Rejection
 from dflash_core.data.json_array import JsonArray
 from dflash_core.data.json_structure import Structure, Uncertain
 from dflash_core.data.parquet_rows import parquet_rows
-from dflash_core.data.raw_rows import BOM, RawRow, parse, too_large
+from dflash_core.data.raw_rows import BOM, RawRow, parse, parse_line, too_large
 from dflash_core.data.source_file import SourceFile
 from dflash_core.errors import UserError
 
@@ -87,7 +87,8 @@ def _decompressed(file: Any, head: bytes) -> io.BufferedReader:
     """Return the file's text. The first bytes decide on the method, not the name."""
     if head[:2] == b"\x1f\x8b":
         return io.BufferedReader(cast(Any, gzip.open(file, "rb")), raw_rows.CHUNK_BYTES)
-    if head == b"\x28\xb5\x2f\xfd":
+    # A frame, or a skippable frame before the first one.
+    if head == b"\x28\xb5\x2f\xfd" or (head[:1] and head[0] >> 4 == 5 and head[1:] == b"\x2a\x4d\x18"):
         return io.BufferedReader(_ZstdReader(file), raw_rows.CHUNK_BYTES)
     return file
 
@@ -176,7 +177,7 @@ def _is_array(path: Path, first: bytes, stream: Any) -> bool:
 
 def _reject_binary(source: SourceFile, first: bytes) -> None:
     if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise source.error("is UTF-16; allowed: UTF-8")
+        raise source.error("is UTF-16 or UTF-32; allowed: UTF-8")
     if b"\0" in first[:4096] or first[:4] in _BINARY_HEADS:
         raise source.error("is binary; allowed: JSONL, JSON array, gzip or zstd of these, Parquet")
 
@@ -228,11 +229,12 @@ def _line_rows(source: SourceFile, first: bytes, number: int, stream: Any) -> It
         if len(line) >= limit and not line.endswith(b"\n"):
             while (rest := stream.readline(raw_rows.CHUNK_BYTES)) and not rest.endswith(b"\n"):
                 pass
-            value = too_large()
+            values = [too_large()]
         else:
-            value = parse(line)
-        yield RawRow(number, value)
-        num_blank_bytes = 0 if value is not None else num_blank_bytes + len(line)
+            values = parse_line(line)
+        for value in values:
+            yield RawRow(number, value)
+        num_blank_bytes = 0 if values != [None] else num_blank_bytes + len(line)
         if num_blank_bytes > raw_rows.MAX_BLANK_BYTES:
             _check_blanks(source, num_blank_bytes)
         line = stream.readline(limit)

@@ -21,7 +21,8 @@ column are counted. Rules for all formats:
   it reads (`keep`).
 - `open_end: true` on an assistant turn means that it was cut: see `Conversation.open_ends`.
 - `rejection` in place of a conversation is the rejection of an earlier stage, kept unchanged.
-- A row with images or other media is rejected: its text alone is not what was answered.
+- A row with images or other media, in a column or a turn, is rejected: its text alone is not what was
+  answered.
 - Turns may also be a mapping of lists, one entry per turn, as `datasets` writes them.
 - Assistant turns that are blank, or marked as not to be trained on (`turns.py`), are not supervised. They
   stay in the conversation; a row without another assistant turn is rejected.
@@ -58,6 +59,8 @@ ROLES |= {"human": "user", "gpt": "assistant", "function_call": "assistant"}
 ROLES |= {"observation": "tool", "function": "tool"}
 TURN_COLUMNS = ("messages", "conversations", "conversation")
 RESPONSE_COLUMNS = ("response", "completion", "answer", "output")
+# Columns of rows, and fields of turns, and the reason of rows where one of them is not empty.
+MEDIA = "images or other media"
 MEDIA_COLUMNS = frozenset(("image", "images", "video", "videos", "audio", "audios", "pixel_values"))
 
 
@@ -105,7 +108,7 @@ class RowReader:
                 self.notes[f"data.columns.{ours}: no column {theirs!r}"] += 1
         try:
             if self._rejects_media and (media := media_columns(row)):
-                return Rejection("images or other media", f"column {media[0]} is not empty")
+                return Rejection(MEDIA, f"column {media[0]} is not empty")
             return self._read(renamed(row, self.config.columns))
         except RowError as error:
             return error.rejection
@@ -154,7 +157,9 @@ class RowReader:
         return self._conversation(messages, row)
 
     def _turns(self, row: Row) -> Conversation:
-        column = next((name for name in TURN_COLUMNS if row.get(name) is not None), None)
+        given = [name for name in TURN_COLUMNS if row.get(name) is not None]
+        # Where rows of two formats were joined, one of the columns is empty.
+        column = next((name for name in given if row[name]), given[0] if given else None)
         if column is None:
             rejection = row.get("rejection")
             if isinstance(rejection, dict) and isinstance(rejection.get("reason"), str):
@@ -232,6 +237,8 @@ class RowReader:
         role = self._roles.get(name)
         if role is None:
             raise RowError(f"unknown role {name[:40]!r}", f"turn {number}; map it by data.roles")
+        if media := media_columns(turn):
+            raise RowError(MEDIA, f"turn {number}: {media[0]} is not empty")
         calls = _calls(turn, number)
         if calls and role != "assistant":
             raise RowError("wrong shape", f"turn {number}: tool calls of role {name!r}")
@@ -322,6 +329,8 @@ def _are_turns(value: Any) -> bool:
 
 def media_columns(row: Row) -> list[str]:
     """Return the columns of images and other media that are not empty, sorted."""
+    if MEDIA_COLUMNS.isdisjoint(row):
+        return []
     return sorted(name for name in MEDIA_COLUMNS & row.keys() if _holds_something(row[name]))
 
 

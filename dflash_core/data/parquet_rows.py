@@ -6,6 +6,7 @@ and not each of their values has one in Python. Memory holds one batch of rows a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -33,10 +34,15 @@ def parquet_rows(source: SourceFile, columns: Collection[str] | None) -> Iterato
     """
     try:
         # With a buffer size, pages are read as they are needed instead of whole column chunks.
-        file = pq.ParquetFile(source.random_access(), buffer_size=raw_rows.CHUNK_BYTES)
+        file = pq.ParquetFile(
+            source.random_access(), buffer_size=raw_rows.CHUNK_BYTES, page_checksum_verification=True
+        )
         schema, leaves = file.schema_arrow, _leaves(file, columns)
     except _DAMAGE as error:
         raise source.error(f"is not a readable Parquet file: {error}") from error
+    repeated = [name for name, count in Counter(schema.names).items() if count > 1]
+    if read_twice := [name for name in repeated if columns is None or name in columns]:
+        raise source.error(f"has several columns named {read_twice[0]!r}; allowed: one column per name")
     number = 0
     with file:
         try:
@@ -51,7 +57,7 @@ def parquet_rows(source: SourceFile, columns: Collection[str] | None) -> Iterato
                     number += 1
                     yield RawRow(None, value, number)
         except _DAMAGE as error:
-            raise source.error(f": Parquet page after row {number} is damaged: {error}") from error
+            raise source.error(f"has a damaged Parquet page after row {number}: {error}") from error
 
 
 def _batch_rows(file: pq.ParquetFile) -> int:

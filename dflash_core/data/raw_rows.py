@@ -7,6 +7,8 @@ skipped in pieces of `CHUNK_BYTES` and rejected. More than `MAX_BLANK_BYTES` of 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 from dflash_core.data.chat import Rejection
@@ -15,6 +17,7 @@ MAX_ROW_BYTES = 64 << 20
 MAX_BLANK_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
+_BLANKS = re.compile(r"[ \t\r\n]*+")
 
 
 class RawRow(NamedTuple):
@@ -41,13 +44,25 @@ def place_text(line: int | None, element: int | None) -> str:
     return f"line {line}" if element is None else f"line {line}, element {element}"
 
 
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; one value of a name that occurs twice would be lost in silence."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {name[:40]!r} occurs twice in one object")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)
+
+
 def parse(text: bytes) -> Any:
     """Return the object that a JSON text holds, a Rejection, or None for a blank text."""
     text = text.removeprefix(BOM).strip()
     if not text:
         return None
     try:
-        value = json.loads(text.decode("utf-8"))
+        value = _DECODER.decode(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Rejection("invalid UTF-8", f"byte {error.start} of the row")
     except (ValueError, RecursionError) as error:
@@ -55,6 +70,34 @@ def parse(text: bytes) -> Any:
     if not isinstance(value, dict):
         return Rejection(NOT_AN_OBJECT, f"{type(value).__name__}: {text[:60]!r}")
     return value
+
+
+def parse_line(line: bytes) -> list[Any]:
+    """Return the value of a line as `parse` does, or all of its objects if it holds several.
+
+    Where a line break is missing, `{"a": 1}{"a": 2}` are two rows. A line that holds anything else behind an
+    object is one rejected row.
+    """
+    value = parse(line)
+    if isinstance(value, Rejection) and value.detail.startswith("Extra data"):
+        return _objects(line.removeprefix(BOM).decode()) or [value]
+    return [value]
+
+
+def _objects(text: str) -> list[Any]:
+    """Return the objects of which a text consists; none if it holds anything else."""
+    objects: list[Any] = []
+    end = _BLANKS.match(text).end()  # type: ignore[union-attr]
+    while end < len(text):
+        try:
+            value, end = _DECODER.raw_decode(text, end)
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(value, dict):
+            return []
+        objects.append(value)
+        end = _BLANKS.match(text, end).end()  # type: ignore[union-attr]
+    return objects
 
 
 # Reason of a row that is valid JSON but not an object.

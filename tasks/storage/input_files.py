@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,8 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     """
     files: set[Path] = set()
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
+        path = Path(os.path.expanduser(pattern))
         if os.path.isdir(path):
             matches = sorted(_data_files(path))
             allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"
@@ -81,14 +83,36 @@ def _walk(directory: Path) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _glob(path: Path) -> list[Path]:
-    """Return what a glob matches; fail where a directory that it looks through cannot be read."""
-    for pattern in path.parents:
-        for directory in sorted(glob.glob(str(pattern), recursive=True)):
-            if os.path.isdir(directory) and not os.access(directory, os.R_OK | os.X_OK):
-                raise _unreadable(directory, "data.files")
-        if not glob.has_magic(str(pattern)):
-            break
-    return sorted(map(Path, glob.glob(str(path), recursive=True)))
+    """Return what a glob matches; fail where a directory that it looks through cannot be read.
+
+    `**` does not follow links to directories, which may form loops.
+    """
+    found = [Path(path.anchor)]
+    for part in path.relative_to(path.anchor).parts:
+        found = [match for directory in found for match in _matches(directory, part)]
+    # Several `**` find a file in several ways.
+    return sorted(set(found))
+
+
+def _matches(directory: Path, part: str) -> Iterator[Path]:
+    """Yield what one part of a glob matches in a directory; names that begin with a dot only if it does."""
+    if not os.path.isdir(directory):
+        return
+    has_magic = glob.has_magic(part)
+    if not os.access(directory, os.R_OK | os.X_OK if has_magic else os.X_OK):
+        raise _unreadable(directory, "data.files")
+    if not has_magic:
+        if os.path.lexists(directory / part):
+            yield directory / part
+    elif part == "**":
+        for parent, directories, names in _walk(directory):
+            directories[:] = [name for name in directories if not name.startswith(".")]
+            yield Path(parent)
+            yield from (Path(parent, name) for name in names if not name.startswith("."))
+    else:
+        for name in fnmatch.filter(os.listdir(directory), part):
+            if not name.startswith(".") or part.startswith("."):
+                yield directory / name
 
 
 def _unreadable(path: str | Path, field: str, reason: str = "no permission") -> UserError:
@@ -131,7 +155,7 @@ def check_files(config: RunConfig) -> None:
     if template is not None:
         _check_named(Path(template), "data.chat_template", "a Jinja file")
     for name in config.evaluation.prompts:
-        _check_named(Path(name).expanduser(), "evaluation.prompts", "JSONL files of prompts")
+        _check_named(Path(os.path.expanduser(name)), "evaluation.prompts", "JSONL files of prompts")
     if init_from is not None and not os.path.isdir(init_from):
         raise UserError(
             f"training.init_from: {init_from!r} does not exist; allowed: an exported drafter or a run"

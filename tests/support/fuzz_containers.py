@@ -239,6 +239,12 @@ def check_rows(file: File) -> str:
     return "read"
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return value
+
+
 def _whole_array(file: File) -> list[Any] | None:
     """Return the elements of an array that is valid JSON as a whole, else None."""
     if file.kind in ("jsonl", "object", "parquet"):
@@ -249,7 +255,7 @@ def _whole_array(file: File) -> list[Any] | None:
     elif content[:4] == b"\x28\xb5\x2f\xfd":
         content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
     try:
-        value = json.loads(content.removeprefix(raw_rows.BOM))
+        value = json.loads(content.removeprefix(raw_rows.BOM), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError):
         return None
     return [element if isinstance(element, dict) else [] for element in value]

@@ -41,6 +41,35 @@ def test_a_byte_order_mark_inside_joined_files_is_not_text(tmp_path: Path) -> No
     assert rows == [(1, {"a": 1}), (2, {"a": 2})]
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"a": 1}{"a": 2}', b'{"a": 1} \r {"a": 2} ', b'\xef\xbb\xbf{"a": 1}\t{"a": 2}']
+)
+def test_objects_on_one_line_are_rows(tmp_path: Path, line: bytes) -> None:
+    rows = rows_of(tmp_path / "x.jsonl", b'{"a": 0}\n' + line + b'\n{"a": 3}\n')
+    assert rows == [(1, {"a": 0}), (2, {"a": 1}), (2, {"a": 2}), (3, {"a": 3})]
+
+
+@pytest.mark.parametrize("line", [b'{"a": 1},', b'{"a": 1}{"a": 2}x', b'{"a": 1}{"a": }', b'{"a": 1}[]'])
+def test_other_text_behind_an_object_rejects_its_line_alone(tmp_path: Path, line: bytes) -> None:
+    rows = rows_of(tmp_path / "x.jsonl", b'{"a": 0}\n' + line + b'\n{"a": 3}\n')
+    assert reasons_of(rows) == [(2, "invalid JSON")]
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_a_name_that_occurs_twice_rejects_the_row(tmp_path: Path, name: str) -> None:
+    texts = [b'{"a": 0}', b'{"a": {"b": 1, "c": 2, "b": 3}}', b'{"a": {"b": 1}, "b": {"a": 2}}']
+    content = b"[" + b",".join(texts) + b"]" if name == "x.json" else b"\n".join(texts)
+    values = [value for _, value in rows_of(tmp_path / name, content)]
+    assert values[1] == Rejection("invalid JSON", "the name 'b' occurs twice in one object")
+    assert [values[0], values[2]] == [{"a": 0}, {"a": {"b": 1}, "b": {"a": 2}}]
+
+
+def test_a_skippable_frame_may_come_first(tmp_path: Path) -> None:
+    content = b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + zstandard.compress(b'{"a": 1}\n')
+    assert rows_of(tmp_path / "x.zst", content) == [(1, {"a": 1})]
+
+
 def test_compression_is_detected_by_the_first_bytes(tmp_path: Path) -> None:
     plain = b'{"a": 1}\n{"a": 2}\n'
     frames = zstandard.compress(plain[:9]) + zstandard.compress(plain[9:])

@@ -321,3 +321,15 @@ def test_a_mapping_of_lists_of_different_lengths_is_rejected(columns: dict[str, 
     rejection = reader.read({"messages": columns})
     assert isinstance(rejection, Rejection)
     assert rejection.reason == "wrong shape"
+
+
+def test_media_in_a_turn_reject_the_row_and_empty_media_nothing() -> None:
+    turn = {"role": "user", "content": "q", "images": ["x.png"]}
+    assert reason({"messages": [turn, PAIR[1]]}) == "images or other media"
+    empty = {"role": "user", "content": "q", "images": [], "audio": None}
+    assert turns({"messages": [empty, PAIR[1]]}) == [("user", "q"), ("assistant", "a")]
+
+
+def test_an_empty_column_of_turns_does_not_hide_a_full_one() -> None:
+    row = {"messages": [], "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    assert turns(row) == [("user", "q"), ("assistant", "a")]

@@ -126,3 +126,21 @@ def test_a_row_beyond_the_limit_is_rejected_alone(tmp_path: Path, monkeypatch: p
     rows = [(row.element, row.value) for row in read_rows(tmp_path / "x.parquet")]
     assert [value["text"] for _, value in rows if isinstance(value, dict)] == ["a", "b", "y" * 900, "c"]
     assert reasons_of(rows) == [(2, "row too large")]
+
+
+def test_columns_of_one_name_fail_the_file_where_they_are_read(tmp_path: Path) -> None:
+    columns = [pa.array(["q"]), pa.array(["a"]), pa.array(["b"])]
+    pq.write_table(pa.table(columns, names=["prompt", "response", "response"]), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="has several columns named 'response'; allowed: one column per name"):
+        list(read_rows(tmp_path / "x.parquet"))
+    assert len(list(read_rows(tmp_path / "x.parquet", columns={"prompt"}))) == 1
+
+
+def test_pages_are_checked_by_their_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    table = pa.table({"prompt": [f"question {n}" for n in range(50)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"question 7", b"question x", 1))
+    with pytest.raises(UserError, match="has a damaged Parquet page after row 0: .*checksum"):
+        list(read_rows(path))

@@ -45,6 +45,18 @@ def test_names_and_globs_take_exactly_what_they_match(chats: Path) -> None:
     assert names(chats, "deep/.f.jsonl") == ["deep/.f.jsonl"]
 
 
+def test_a_glob_ends_where_links_form_loops(chats: Path) -> None:
+    for name in ("deep/up", "deep/again", "here"):
+        (chats / name).symlink_to(chats)
+    assert names(chats, "**/*.parquet") == ["deep/c.parquet"]
+    assert names(chats, "**") == names(chats, "**/**/*")
+
+
+def test_the_home_of_an_unknown_user_is_a_name_without_files() -> None:
+    with pytest.raises(UserError, match="data.files: '~nobody-of-this-name/x' has no file"):
+        find_files(["~nobody-of-this-name/x"])
+
+
 @pytest.mark.parametrize("pattern", ["none.jsonl", "*.csv", ".cache"])
 def test_a_name_without_files_is_rejected(chats: Path, pattern: str) -> None:
     if pattern == ".cache":
