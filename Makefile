@@ -65,20 +65,18 @@ serve: $(INSTALLED)  ## run a Prefect server, its UI and all deployments in one 
 	$(BIN)/python -m flows.runtime.worker
 
 # Prefect on loopback with work pools: run `make server` in one terminal, `make worker` in another and then
-# `make deploy` once. With PREFECT_API_URL=http://127.0.0.1:4200/api,
-# `prefect deployment run train-dflash/quickstart --watch` starts a run.
+# `make deploy` once. With PREFECT_API_URL=http://127.0.0.1:4200/api and the authentication string,
+# `prefect deployment run train-dflash/quickstart --watch` starts a run (see README.md).
 POOLS := dflash-train dflash-data
 PREFECT_URL := http://127.0.0.1:4200
 PRIVACY := PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true MLFLOW_DISABLE_TELEMETRY=true
-PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_API_URL=$(PREFECT_URL)/api $(PRIVACY)
+AUTH := "$${PREFECT_API_AUTH_STRING:-$$(cat runs/prefect/auth-string)}"
+PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_API_URL=$(PREFECT_URL)/api $(PRIVACY) \
+	PREFECT_API_AUTH_STRING=$(AUTH)
 PREFECT := $(PREFECT_ENV) $(BIN)/prefect --no-prompt
-SERVE_PREFECT := $(PREFECT) server start --host 127.0.0.1
-SERVE_MLFLOW := $(PRIVACY) MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false \
-	$(BIN)/mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///$(CURDIR)/runs/mlflow.db \
-	--artifacts-destination $(CURDIR)/runs/mlartifacts
+SERVE_PREFECT := $(BIN)/python -m flows.runtime.server
 
 server: $(INSTALLED)  ## run a Prefect server and its UI on http://127.0.0.1:4200
-	mkdir -p runs/prefect
 	$(SERVE_PREFECT)
 
 # A worker that starts at the same moment creates its pool too, hence the second inspection.
@@ -101,10 +99,9 @@ worker: $(INSTALLED)  ## run one worker for each of the two work pools
 	wait
 
 ui: $(INSTALLED)  ## run MLflow on http://127.0.0.1:5000, and the Prefect server where none is running
-	mkdir -p runs/prefect
 	trap 'kill 0' INT TERM; \
 	curl -sf $(PREFECT_URL)/api/health >/dev/null || $(SERVE_PREFECT) & \
-	$(SERVE_MLFLOW) & \
+	$(BIN)/python -m flows.runtime.mlflow_server & \
 	wait
 
 clean:  ## remove the environment and keep runs/

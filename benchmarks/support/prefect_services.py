@@ -6,17 +6,19 @@ runs that go through a server.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +62,26 @@ def wait_until_healthy(url: str, seconds: float = 300.0) -> None:
     wait_until(answers, seconds, lambda: f"no answer at {url}")
 
 
+def start_module(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path = ROOT
+) -> subprocess.Popen[bytes]:
+    """Start `python -m COMMAND` in its own session and append its output to a log."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=cwd,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
 class PrefectServices:
     """A server with its database, a worker of `dflash-train`, and the `prefect` command.
 
     Args:
-        path: holds the database, logs, data of one file, and the storage root `runs`.
+        path: holds logs, data of one file, and the storage root `runs` with the server's database.
         target: directory of a model.
     """
 
@@ -74,9 +91,13 @@ class PrefectServices:
         write_rows(path / "a.jsonl", 300, seed=0)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
+        # Not started here; runs may record there.
+        self.mlflow_uri = f"http://127.0.0.1:{free_port()}"
         self.environment = without_servers() | {
-            "PREFECT_HOME": str(path / "prefect"),
+            "PREFECT_HOME": str(self.runs / "prefect"),
             "PREFECT_API_URL": self.url,
+            # What requests may name, besides the project's directory.
+            "DFLASH_ALLOWED": shlex.join([str(path), str(target), self.mlflow_uri]),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "true",
             "OMP_NUM_THREADS": "1",
@@ -105,21 +126,15 @@ class PrefectServices:
 
     def start(self, log_name: str, *command: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start `python -m COMMAND` in its own session and append its output to a log."""
-        with (self.path / log_name).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", *command],
-                cwd=ROOT,
-                env=self.environment | variables,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        return start_module(command, self.path / log_name, self.environment | variables)
 
     def start_server(self) -> None:
-        """Return once it answers; it keeps its port and database after an outage."""
-        command = ("prefect", "server", "start", "--host", "127.0.0.1", "--port", self.port)
+        """Return once it answers; it keeps its port, database and password after an outage."""
+        command = ("flows.runtime.server", "--port", self.port, "--storage-root", str(self.runs))
         self.server = self.start("server.log", *command)
         wait_until_healthy(self.url)
+        auth = (self.runs / "prefect" / "auth-string").read_text().strip()
+        self.environment["PREFECT_API_AUTH_STRING"] = auth
 
     def prefect(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the `prefect` command; raises CalledProcessError where it fails."""
@@ -157,7 +172,10 @@ class PrefectServices:
 
     def inspect(self, flow_run: str) -> dict[str, Any]:
         """Return the server's record of a run: `state`, `start_time`, `total_run_time` and more."""
-        with urllib.request.urlopen(f"{self.url}/flow_runs/{flow_run}", timeout=60) as answer:
+        auth = base64.b64encode(self.environment["PREFECT_API_AUTH_STRING"].encode()).decode()
+        headers = {"Authorization": f"Basic {auth}"}
+        request = urllib.request.Request(f"{self.url}/flow_runs/{flow_run}", headers=headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return dict(json.load(answer))
 
     def state(self, flow_run: str) -> str:

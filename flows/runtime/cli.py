@@ -25,7 +25,7 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
-from flows.runtime import deployments
+from flows.runtime import access, deployments
 from flows.runtime.embedded_server import EmbeddedServer
 from tasks.storage.input_files import check_files
 
@@ -80,7 +80,7 @@ def set_environment(storage_root: str) -> Path:
         The absolute storage root, created.
 
     Raises:
-        UserError: the storage root cannot be created or written.
+        UserError: the storage root cannot be created or written, or the authentication string not be read.
     """
     root = Path(storage_root).expanduser().resolve()
     try:
@@ -103,6 +103,7 @@ def set_environment(storage_root: str) -> Path:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    access.use_auth_file()
     return root
 
 

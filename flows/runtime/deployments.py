@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from dflash_core.batching.strategies import STRATEGIES
-from dflash_core.config import RunConfig, StrategyName, from_dict, to_dict
+from dflash_core.config import RunConfig, StrategyName, from_dict, request_field, to_dict
 from dflash_core.errors import UserError
 
 PREFECT_YAML = Path(__file__).resolve().parents[2] / "prefect.yaml"
@@ -51,7 +51,7 @@ class EvaluateOptions(FlowOptions):
     """evaluate-drafter: which drafter."""
 
     # Directory of an exported drafter or of a run; None: the deployment's latest run.
-    drafter_path: str | None = None
+    drafter_path: str | None = request_field(None, "read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class ServeCheckOptions(EvaluateOptions):
     """serve-check: which drafter, and how the engine runs."""
 
     # Python of an environment with vLLM: `make serve-env` creates it.
-    python: str = ".venv-serve/bin/python"
+    python: str = request_field(".venv-serve/bin/python", "own")
     # Compute dtype of the engine; auto: bfloat16 where this CPU is fast at it.
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     # Prompts that the engine decodes at once.

@@ -1,8 +1,9 @@
 """A Prefect server as a child process of one command, for users who have set no PREFECT_API_URL.
 
-Prefect can start such a server itself; this one differs in four ways. It starts while the flow's modules are
-being imported, which saves seconds. Ctrl-C does not reach it, so the end of the run can still be recorded.
-Its output goes to a file. It ends with its parent, however the parent ends.
+Prefect can start such a server itself; this one differs in five ways. It answers this project alone (see
+`flows.runtime.access`). It starts while the flow's modules are being imported, which saves seconds. Ctrl-C
+does not reach it, so the end of the run can still be recorded. Its output goes to a file. It ends with its
+parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_core.errors import UserError
+from flows.runtime import access
 
 # An idle machine needs 10 to 15.
 STARTUP_SECONDS = 300.0
@@ -35,19 +38,16 @@ class EmbeddedServer:
 
     def __init__(self, log_path: Path, port: int | None = None) -> None:
         self.log_path, self.port = log_path, port
+        # how to sign in to the UI
+        self.hint = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
     def start(self) -> None:
         """Start the process and set PREFECT_API_URL; `wait` returns once it answers."""
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", self.port or 0))
-            except OSError as error:
-                raise UserError(f"port {self.port}: {error.strerror}; allowed: a free port") from error
-            port = probe.getsockname()[1]
+        port = free_port("127.0.0.1", self.port or 0)
         self._url = f"http://127.0.0.1:{port}/api"
+        self.hint = access.protect_server(has_ui=self.port is not None)
         environment = {**os.environ, "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
         if self.port is None:
             environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
@@ -110,18 +110,34 @@ def _send_pending() -> None:
             worker.drain_all(timeout=STOP_SECONDS)
 
 
-def serve(port: int) -> None:
-    """Run the server in this process until SIGTERM or the end of the parent."""
-    from dflash_core.launch.stop_signal import end_with_parent
+def free_port(host: str, port: int) -> int:
+    """Return the port, or any free one for 0.
 
-    end_with_parent()
+    Raises:
+        UserError: the port is taken, or this machine has no such address.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"port {port} of {host}: {reason}; allowed: a free port") from error
+        return int(probe.getsockname()[1])
+
+
+def serve(port: int, host: str = "127.0.0.1", names: Sequence[str] = ()) -> None:
+    """Run the server in this process until SIGTERM.
+
+    Args:
+        names: names and addresses, besides those of loopback, under which it is reached.
+    """
     import uvicorn
-    from prefect.server.api.server import create_app
 
     uvicorn.run(
-        create_app,
+        lambda: access.protected_app(names),
         factory=True,
-        host="127.0.0.1",
+        host=host,
         port=port,
         log_level="error",
         lifespan="on",
@@ -131,4 +147,7 @@ def serve(port: int) -> None:
 
 
 if __name__ == "__main__":
+    from dflash_core.launch.stop_signal import end_with_parent
+
+    end_with_parent()
     serve(int(sys.argv[1]))

@@ -26,6 +26,7 @@ from dflash_core.errors import UserError
 from flows.runtime import deployments
 from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
+from flows.runtime.run_requests import check_request
 from flows.runtime.task_runners import task_runner
 from tasks.reporting.mlflow_run import close_runs_of_flow
 from tasks.storage.input_files import check_files, data_name
@@ -82,7 +83,7 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
     When the run belongs to a deployment of `prefect.yaml`, the given parameters are merged over that
     deployment's set, so `prefect deployment run ... --param 'training={"epochs": 2}'` changes one key, as on
-    the command line.
+    the command line. What such a run may ask for is limited, see `flows.runtime.run_requests`.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -134,7 +135,11 @@ def _settings(name: str, flow_run_id: str) -> Settings:
     if deployment and not given.get("deployment"):
         given = {**given, "deployment": deployment}
     known = deployment if deployment in deployments.deployments(name) else None
-    return deployments.resolve(name, known, given)
+    settings = deployments.resolve(name, known, given)
+    # Without a deployment, the flow is called as a function in this process.
+    if runtime.deployment.id:
+        check_request(name, known, settings)
+    return settings
 
 
 def _flow_run_name(name: str) -> str:

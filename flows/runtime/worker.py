@@ -1,7 +1,8 @@
 """Serve every deployment of prefect.yaml from one terminal, without work pools and workers.
 
     python -m flows.runtime.worker                                      # or: make serve
-    PREFECT_API_URL=http://127.0.0.1:4200/api prefect deployment run train-dflash/quickstart
+    export PREFECT_API_URL=http://127.0.0.1:4200/api PREFECT_API_AUTH_STRING="$(cat runs/prefect/auth-string)"
+    prefect deployment run train-dflash/quickstart
 
 Starts a Prefect server with its UI on loopback, unless PREFECT_API_URL names one, registers the deployments,
 and starts each requested run as a child process: at most `RUNS_AT_ONCE`, and one of each deployment.
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Serve until interrupted, and return the exit code."""
     arguments = _parser().parse_args()
-    server = None
+    server, hint = None, ""
     try:
         root = cli.set_environment(arguments.storage_root)
         if "PREFECT_API_URL" not in os.environ:
@@ -66,12 +67,13 @@ def main() -> int:
             server = EmbeddedServer(log, arguments.port)
             server.start()
             server.wait()
+            hint = f"; {server.hint}"
         from prefect import serve
 
         from flows.runtime.crashed_runs import report_crashed_runs
 
         report_crashed_runs()
-        print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}", flush=True)
+        print(f"Prefect UI: {os.environ['PREFECT_API_URL'].removesuffix('/api')}{hint}", flush=True)
         serve(*make_deployments(), limit=RUNS_AT_ONCE)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,6 @@ from benchmarks.support.flow_runs import SMALL_SETTINGS
 from benchmarks.support.prefect_services import (
     PrefectServices,
     count_steps,
-    free_port,
     kill_group,
     wait_until,
     wait_until_healthy,
@@ -115,16 +114,12 @@ def test_an_outage_of_the_prefect_server_stops_no_training(services: PrefectServ
 
 
 def test_an_outage_of_the_mlflow_server_loses_and_doubles_no_metric(services: PrefectServices) -> None:
-    port = free_port()
-    uri = f"http://127.0.0.1:{port}"
-    command = ["mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{services.path}/tracking.db"]
-    command += ["--artifacts-destination", str(services.path / "artifacts")]
-    # Job execution would start seven processes that nothing here needs.
-    variables = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    uri = services.mlflow_uri
+    command = ["flows.runtime.mlflow_server", "--port", uri.rpartition(":")[2], "--workers", "1"]
+    command += ["--storage-root", str(services.path / "tracking")]
 
     def start() -> subprocess.Popen[bytes]:
-        process = services.start("mlflow.log", *command, **variables)
+        process = services.start("mlflow.log", *command)
         wait_until_healthy(uri)
         return process
 
