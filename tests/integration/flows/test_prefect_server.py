@@ -101,6 +101,17 @@ def test_a_second_run_has_little_to_do(services: PrefectServices) -> None:
     assert services.worker_log().count("Finished in state Cached") == cached + 15
 
 
+def test_a_request_for_the_code_of_a_model_fails(services: PrefectServices) -> None:
+    marker = services.path / "executed"
+    target = {"name": str(services.target), "trust_remote_code": True}
+    for section in ({"target": target}, {"training": {**LONG, "on_failure": f"touch {marker}"}}):
+        services.wait_for(services.run(**section), "FAILED")
+    log = services.worker_log()
+    assert "target.trust_remote_code: True is not allowed in a run request" in log
+    assert f"training.on_failure: 'touch {marker}' is not allowed in a run request" in log
+    assert not marker.exists()
+
+
 def test_an_outage_of_the_prefect_server_stops_no_training(services: PrefectServices) -> None:
     known = services.run_directories()
     flow_run = services.run(training={**LONGER, "seed": 2})
