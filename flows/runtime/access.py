@@ -121,6 +121,14 @@ def use_auth_file() -> None:
         os.environ[CLIENT_AUTH] = read_auth(auth_file())
 
 
+def wrong_auth() -> UserError:
+    """Return the error for a Prefect server that refuses this process."""
+    return UserError(
+        f"{CLIENT_AUTH}: it is not set, or the server of PREFECT_API_URL refuses it; allowed: the server's own "
+        "(of make server and make serve: the line in prefect/auth-string of their storage root)"
+    )
+
+
 class OwnPagesOnly:
     """ASGI middleware that refuses requests and websockets which a page of another origin sends.
 

@@ -222,6 +222,8 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         cause = _cause(error)
         if cause is not None:
             raise cause from error
+        if "401 Unauthorized" in str(error):
+            raise access.wrong_auth() from error
         logging.getLogger().error("the flow failed", exc_info=error)
         print(f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
         return EXIT_FAILED

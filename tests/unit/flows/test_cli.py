@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,23 @@ def test_environment_of_the_user_wins(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:1/api"
     assert os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "77"
     assert os.environ["DO_NOT_TRACK"] == "true"
+
+
+def test_a_server_that_refuses_us_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(401, "Unauthorized")
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
+        done = run("prune", "quickstart", cwd=tmp_path)
+        server.shutdown()
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: PREFECT_API_AUTH_STRING: it is not set, or the server of PREFECT")
+    assert done.stderr.count("\n") == 1
