@@ -124,8 +124,8 @@ def use_auth_file() -> None:
 def wrong_auth() -> UserError:
     """Return the error for a Prefect server that refuses this process."""
     return UserError(
-        f"{CLIENT_AUTH}: it is not set, or the server of PREFECT_API_URL refuses it; allowed: the server's own "
-        "(of make server and make serve: the line in prefect/auth-string of their storage root)"
+        f"{CLIENT_AUTH}: it is not set, or the server of PREFECT_API_URL refuses it; allowed: the server's "
+        "own (of make server and make serve: the line in prefect/auth-string of their storage root)"
     )
 
 
