@@ -1,6 +1,6 @@
 """Serve every deployment of prefect.yaml from one terminal, without work pools and workers.
 
-    python -m flows.runtime.worker                                      # or: make serve
+    train-dflash serve                                   # or: make serve, python -m flows.runtime.worker
     PREFECT_API_URL=http://127.0.0.1:4200/api prefect deployment run train-dflash/quickstart
 
 Starts a Prefect server with its UI on loopback, unless PREFECT_API_URL names one, registers the deployments,
@@ -25,6 +25,8 @@ RUNS_AT_ONCE = 4
 
 def make_deployments() -> list[Any]:
     """Return the deployments of `prefect.yaml` as runnable deployments; one run of each at a time."""
+    from prefect.deployments.runner import EntrypointType
+
     runnable = []
     for flow_name in deployments.FLOWS:
         module = importlib.import_module(deployments.module_of(flow_name))
@@ -37,14 +39,16 @@ def make_deployments() -> list[Any]:
                     parameters=entry.get("parameters"),
                     tags=entry.get("tags"),
                     concurrency_limit=1,
+                    # A path would have to be found from the working directory.
+                    entrypoint_type=EntrypointType.MODULE_PATH,
                 )
             )
     return runnable
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.runtime.worker",
+        prog=command,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,9 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """Serve until interrupted, and return the exit code."""
-    arguments = _parser().parse_args()
+def main(argv: list[str] | None = None, *, command: str = "python -m flows.runtime.worker") -> int:
+    """Serve until interrupted, and return the exit code.
+
+    Args:
+        argv: None: the arguments of this process.
+        command: what the user typed before them.
+    """
+    arguments = _parser(command).parse_args(argv)
     server = None
     try:
         root = cli.set_environment(arguments.storage_root)
