@@ -1,7 +1,7 @@
 """The console command of the installed package.
 
-    train-dflash FLOW NAME [--param KEY=JSON ...]        # as python -m flows.<flow> NAME, from any directory
-    train-dflash serve                                   # as python -m flows.runtime.worker
+train-dflash FLOW NAME [--param KEY=JSON ...]        # as python -m flows.<flow> NAME, from any directory
+train-dflash serve                                   # as python -m flows.runtime.worker
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _help() -> str:
             f"       {COMMAND} serve [--port PORT] [--storage-root DIRECTORY]",
             f"       {COMMAND} --help | --version",
             "",
-            "Run a flow with the parameters of its deployment NAME, or serve all deployments with Prefect's UI.",
+            "Run a flow with the parameters of its deployment NAME, or serve all deployments with a Prefect UI.",
             "",
             f"flows, with their deployments in {deployments.prefect_yaml()}:",
             *flows,
@@ -58,15 +58,14 @@ def _run(arguments: list[str]) -> int:
         case [flow_name, *rest] if flow_name in deployments.FLOWS:
             return cli.main(flow_name, rest, command=f"{COMMAND} {flow_name}")
     allowed = ", ".join([*deployments.FLOWS, "serve", "--help", "--version"])
-    raise UserError(
-        f"FLOW: {arguments[0]!r} is not allowed; allowed: {allowed}; example: {COMMAND} train-dflash quickstart"
-    )
+    example = f"{COMMAND} train-dflash quickstart"
+    raise UserError(f"FLOW: {arguments[0]!r} is not allowed; allowed: {allowed}; example: {example}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the console command and return the exit code; `argv` None: the arguments of this process."""
-    # The user's directory may hold packages with the names of ours, such as flows or tasks: like this process,
-    # the Python processes that it starts do not import from there.
+    # The user's directory may hold packages with the names of ours, such as flows or tasks. Neither this process
+    # nor the Python processes that it starts import from there.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         return _run(sys.argv[1:] if argv is None else argv)

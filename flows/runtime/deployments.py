@@ -1,10 +1,10 @@
 """Named runs: the parameter sets of `prefect.yaml`, and how they merge into a `RunConfig`.
 
 The file is `prefect.yaml` in the working directory if it deploys flows of this project, and otherwise the one
-that comes with the package. Three layers are merged key by key, later ones over earlier ones: the defaults of `dflash_core.config`, the
-parameters of the deployment in `prefect.yaml`, and what the user gives. So `{"training": {"epochs": 2}}`
-changes one key of the named set. The command line and the flows both resolve settings here, with or without a
-Prefect server. This module does not import prefect.
+that comes with the package. Three layers are merged key by key, later ones over earlier ones: the defaults of
+`dflash_core.config`, the parameters of the deployment in `prefect.yaml`, and what the user gives. So
+`{"training": {"epochs": 2}}` changes one key of the named set. The command line and the flows both resolve
+settings here, with or without a Prefect server. This module does not import prefect.
 """
 
 from __future__ import annotations
@@ -188,7 +188,9 @@ def deployments(flow_name: str, path: Path | None = None) -> dict[str, dict[str,
         if entry.get("entrypoint") == entrypoint_of(flow_name):
             name = entry.get("name")
             if not isinstance(name, str):
-                raise UserError(f"{path}: deployment {number}: name: {name!r} is not allowed; allowed: a string")
+                raise UserError(
+                    f"{path}: deployment {number}: name: {name!r} is not allowed; allowed: a string"
+                )
             named[name] = entry
     return named
 

@@ -31,7 +31,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "prefect.yaml"):
         shutil.copy(ROOT / name, copy)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     [path] = out.iterdir()
     return path
