@@ -32,7 +32,7 @@ def _help() -> str:
             f"       {COMMAND} serve [--port PORT] [--storage-root DIRECTORY]",
             f"       {COMMAND} --help | --version",
             "",
-            "Run a flow with the parameters of its deployment NAME, or serve all deployments with a Prefect UI.",
+            "Run a flow with the parameters of its deployment NAME, or serve all deployments with a UI.",
             "",
             f"flows, with their deployments in {deployments.prefect_yaml()}:",
             *flows,
@@ -64,8 +64,8 @@ def _run(arguments: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the console command and return the exit code; `argv` None: the arguments of this process."""
-    # The user's directory may hold packages with the names of ours, such as flows or tasks. Neither this process
-    # nor the Python processes that it starts import from there.
+    # The user's directory may hold packages with the names of ours, such as flows or tasks. Neither this
+    # process nor the Python processes that it starts import from there.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         return _run(sys.argv[1:] if argv is None else argv)
