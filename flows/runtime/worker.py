@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from dflash_core.errors import UserError
@@ -21,6 +22,25 @@ from flows.runtime import cli, deployments
 from flows.runtime.embedded_server import EmbeddedServer
 
 RUNS_AT_ONCE = 4
+PACKAGES = ("flows", "tasks", "sql", "dflash_core")
+
+
+def check_working_directory() -> None:
+    """Refuse a working directory with packages that have the names of ours: Prefect imports runs from there.
+
+    Raises:
+        UserError: there is such a package, and it is not this one.
+    """
+    here = Path.cwd()
+    if here == Path(__file__).resolve().parents[2]:
+        return
+    for name in PACKAGES:
+        for other in (here / name / "__init__.py", here / f"{name}.py"):
+            if other.exists():
+                raise UserError(
+                    f"working directory: {str(other)!r} would be imported in place of this project's package "
+                    f"{name!r}; allowed: a directory without packages named {', '.join(PACKAGES)}"
+                )
 
 
 def make_deployments() -> list[Any]:
@@ -69,6 +89,7 @@ def main(argv: list[str] | None = None, *, command: str = "python -m flows.runti
     arguments = _parser(command).parse_args(argv)
     server = None
     try:
+        check_working_directory()
         root = cli.set_environment(arguments.storage_root)
         if "PREFECT_API_URL" not in os.environ:
             log = root / "logs" / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.server.log"

@@ -80,3 +80,15 @@ def test_a_file_here_with_our_flows_is_used(
     assert "deployments: mine" in shown
     assert "deployments: none" in shown
     assert "quickstart\n" not in shown.split("examples:")[0]
+
+
+def test_serve_refuses_a_directory_with_packages_named_like_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["serve"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: working directory: '{tmp_path}/tasks/__init__.py' would be imported")
+    assert not (tmp_path / "runs").exists()
