@@ -10,7 +10,7 @@ NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot
+.PHONY: help env quickstart test test-long check format kernels-aot wheel
 .PHONY: serve serve-env serve-check server deploy worker ui clean
 
 help:  ## show this list
@@ -47,6 +47,10 @@ format: $(INSTALLED)  ## apply lint fixes and the formatter
 
 kernels-aot: $(INSTALLED)  ## compile every kernel configuration for every supported GPU (none needed)
 	$(BIN)/python -m benchmarks.kernels_aot --grid
+
+wheel: $(INSTALLED)  ## build dist/*.whl, which runs without this checkout
+	rm -rf build
+	$(BIN)/pip wheel -q --no-deps -w dist .
 
 # vLLM pins its own torch and transformers, so it gets a separate environment that nothing else uses. It
 # brings torchvision, torchaudio and torchcodec, which do not match its CPU build of torch.
@@ -105,4 +109,4 @@ ui: $(INSTALLED)  ## run MLflow on http://127.0.0.1:5000, and the Prefect server
 	wait
 
 clean:  ## remove the environment and keep runs/
-	rm -rf $(VENV) *.egg-info build
+	rm -rf $(VENV) *.egg-info build dist

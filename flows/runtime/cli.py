@@ -1,5 +1,7 @@
 """The command line of every flow: `python -m flows.<flow> NAME [--param key=JSON ...]`.
 
+`train-dflash FLOW NAME ...` is the same (`flows/runtime/command.py`); help names the command that was typed.
+
 Settings are resolved and checked here, before anything slow is imported: a mistake is reported within a
 second and leaves no file. Only then is the environment set that Prefect and MLflow read when they are
 imported, and the flow is imported and run. Exit codes: 0 done, 2 a user's mistake, 130 or 143 stopped by
@@ -140,9 +142,8 @@ def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _epilog(flow_name: str) -> str:
+def _epilog(flow_name: str, command: str) -> str:
     """Return the end of the help text: the deployments, the parameters and examples."""
-    command = f"python -m {deployments.module_of(flow_name)}"
     named = deployments.deployments(flow_name)
     width = max(map(len, named), default=0) + 2
     descriptions = (f"  {name:<{width}}{entry.get('description', '')}" for name, entry in named.items())
@@ -150,7 +151,7 @@ def _epilog(flow_name: str) -> str:
     options = ", ".join(deployments.FLOWS[flow_name].option_names())
     return "\n".join(
         [
-            "deployments (parameter sets of prefect.yaml):",
+            f"deployments (parameter sets of {deployments.prefect_yaml()}):",
             *descriptions,
             "",
             textwrap.fill(f"parameters: {settings}; options: {options}", width=100),
@@ -163,12 +164,12 @@ def _epilog(flow_name: str) -> str:
     )
 
 
-def _parser(flow_name: str) -> argparse.ArgumentParser:
+def _parser(flow_name: str, command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {deployments.module_of(flow_name)}",
+        prog=command,
         description=f"{flow_name}: {deployments.FLOWS[flow_name].summary}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_epilog(flow_name),
+        epilog=_epilog(flow_name, command),
         add_help=False,
     )
     changes = "change one parameter; a mapping changes the keys it names; KEY may be dotted"
@@ -179,7 +180,7 @@ def _parser(flow_name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _print(text: str) -> int:
+def print_text(text: str) -> int:
     """Print to stdout and return 0; a reader that has closed the pipe, such as `head`, is not an error."""
     try:
         print(text, flush=True)
@@ -248,20 +249,25 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def main(flow_name: str, argv: list[str] | None = None) -> int:
-    """Run a flow from the command line and return the exit code."""
+def main(flow_name: str, argv: list[str] | None = None, *, command: str | None = None) -> int:
+    """Run a flow from the command line and return the exit code.
+
+    Args:
+        argv: None: the arguments of this process.
+        command: what the user typed before them; None: `python -m flows.<flow>`.
+    """
     global _exit_code
     try:
-        parser = _parser(flow_name)
+        parser = _parser(flow_name, command or f"python -m {deployments.module_of(flow_name)}")
         arguments = parser.parse_args(argv)
         if arguments.help:
-            return _print(parser.format_help().rstrip())
+            return print_text(parser.format_help().rstrip())
         if arguments.name is None:
             parser.print_help(sys.stderr)
             return EXIT_USER_ERROR
         config, options = deployments.resolve(flow_name, arguments.name, parse_params(arguments.param))
         if arguments.show:
-            return _print(json.dumps(deployments.to_parameters(config, options), indent=2))
+            return print_text(json.dumps(deployments.to_parameters(config, options), indent=2))
         check_files(config)
         _exit_code = _run(flow_name, config, options)
     except UserError as error:

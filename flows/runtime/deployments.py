@@ -1,9 +1,10 @@
 """Named runs: the parameter sets of `prefect.yaml`, and how they merge into a `RunConfig`.
 
-Three layers are merged key by key, later ones over earlier ones: the defaults of `dflash_core.config`, the
-parameters of the deployment in `prefect.yaml`, and what the user gives. So `{"training": {"epochs": 2}}`
-changes one key of the named set. The command line and the flows both resolve settings here, with or without a
-Prefect server. This module does not import prefect.
+The file is `prefect.yaml` in the working directory if it deploys flows of this project, and otherwise the one
+that comes with the package. Three layers are merged key by key, later ones over earlier ones: the defaults of
+`dflash_core.config`, the parameters of the deployment in `prefect.yaml`, and what the user gives. So
+`{"training": {"epochs": 2}}` changes one key of the named set. The command line and the flows both resolve
+settings here, with or without a Prefect server. This module does not import prefect.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import RunConfig, StrategyName, from_dict, request_field, to_dict
 from dflash_core.errors import UserError
 
-PREFECT_YAML = Path(__file__).resolve().parents[2] / "prefect.yaml"
+# In a checkout a link to the file at its root, in an installed package a copy of it.
+PACKAGED_YAML = Path(__file__).resolve().parents[1] / "prefect.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,40 +140,77 @@ def module_of(flow_name: str) -> str:
     return f"flows.{function_of(flow_name)}"
 
 
-@functools.lru_cache(maxsize=1)
+def entrypoint_of(flow_name: str) -> str:
+    """Return a flow's entrypoint in `prefect.yaml`: `train-dflash` -> `flows.train_dflash.train_dflash`."""
+    return f"{module_of(flow_name)}.{function_of(flow_name)}"
+
+
+@functools.lru_cache(maxsize=2)
 def _entries(path: Path) -> list[dict[str, Any]]:
+    """Return the deployments of a file; it is parsed once per process."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: not found; deployments are read from the project's prefect.yaml") from error
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    return (document or {}).get("deployments") or []
+    entries = (document.get("deployments") if isinstance(document, dict) else None) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path}: deployments: not allowed; allowed: a list of mappings")
+    return entries
 
 
-def deployments(flow_name: str, path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
-    """Return the flow's deployments in `prefect.yaml`: name -> mapping with description, parameters and more.
-
-    The file is parsed once per process.
+def prefect_yaml() -> Path:
+    """Return the file of the named runs: the user's in the working directory, or the packaged one.
 
     Raises:
-        UserError: the file is missing or is not YAML.
+        UserError: the user's file cannot be read or is not YAML.
     """
-    entrypoint = f"{module_of(flow_name)}.{function_of(flow_name)}"
-    return {entry["name"]: entry for entry in _entries(path) if entry.get("entrypoint") == entrypoint}
+    own = Path.cwd() / "prefect.yaml"
+    entrypoints = {entrypoint_of(flow_name) for flow_name in FLOWS}
+    if own.is_file() and any(entry.get("entrypoint") in entrypoints for entry in _entries(own)):
+        return own
+    return PACKAGED_YAML
 
 
-def named_parameters(flow_name: str, name: str, path: Path = PREFECT_YAML) -> dict[str, Any]:
+def deployments(flow_name: str, path: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Return the flow's deployments: name -> mapping with description, parameters and more.
+
+    Args:
+        path: None: the file that `prefect_yaml` chooses.
+
+    Raises:
+        UserError: the file cannot be read or is not YAML, or a deployment has no name.
+    """
+    path = path or prefect_yaml()
+    named = {}
+    for number, entry in enumerate(_entries(path), 1):
+        if entry.get("entrypoint") == entrypoint_of(flow_name):
+            name = entry.get("name")
+            if not isinstance(name, str):
+                raise UserError(
+                    f"{path}: deployment {number}: name: {name!r} is not allowed; allowed: a string"
+                )
+            named[name] = entry
+    return named
+
+
+def named_parameters(flow_name: str, name: str, path: Path | None = None) -> dict[str, Any]:
     """Return the parameter set of deployment `name`.
 
     Raises:
-        UserError: no deployment has that name; the message lists those that exist.
+        UserError: no deployment has that name, and the message lists those that exist; or its parameters are
+            not a mapping.
     """
+    path = path or prefect_yaml()
     known = deployments(flow_name, path)
     if name not in known:
         names = ", ".join(known) or "none"
-        raise UserError(f"{flow_name}: no deployment {name!r} in {path.name}; there are: {names}")
-    return known[name].get("parameters") or {}
+        raise UserError(f"{flow_name}: no deployment {name!r} in {path}; there are: {names}")
+    parameters = known[name].get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"{path}: {name}: parameters: {parameters!r} is not allowed; allowed: a mapping")
+    return parameters
 
 
 def merge(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +234,7 @@ def _sections(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(
-    flow_name: str, deployment: str | None, given: dict[str, Any], path: Path = PREFECT_YAML
+    flow_name: str, deployment: str | None, given: dict[str, Any], path: Path | None = None
 ) -> tuple[RunConfig, FlowOptions]:
     """Return the settings of a run of `flow_name`, and the flow's options.
 

@@ -38,18 +38,20 @@ MAX_WAITING = 200_000
 
 def git_commit() -> str:
     """Return the commit of this code, with `-dirty` when it was changed; `unknown` outside a checkout."""
+    here = Path(__file__).resolve()
+    # An installed package may lie inside the checkout of another project, whose commit says nothing about it.
+    is_ours = ["ls-files", "--error-unmatch", here.name]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
+    answer = ""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match", ""],
-            cwd=Path(__file__).resolve().parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        for arguments in (is_ours, describe):
+            done = subprocess.run(
+                ["git", *arguments], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+            )
+            answer = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return described.stdout.strip() or "unknown"
+    return answer or "unknown"
 
 
 def comparable_params(config: RunConfig) -> dict[str, Any]:

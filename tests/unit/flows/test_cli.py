@@ -69,7 +69,7 @@ def test_help_lists_deployments_in_aligned_columns(tmp_path: Path) -> None:
     for name in ("quickstart", "smollm2", "qwen3-8b", "--param", "training.epochs=2"):
         assert name in done.stdout
     lines = done.stdout.splitlines()
-    start = lines.index("deployments (parameter sets of prefect.yaml):") + 1
+    start = lines.index(f"deployments (parameter sets of {ROOT}/flows/prefect.yaml):") + 1
     table = lines[start : lines.index("", start)]
     names = {line.split()[0] for line in table}
     assert "smollm2-regenerated" in names

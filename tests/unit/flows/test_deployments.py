@@ -74,7 +74,7 @@ def test_mistakes_name_field_value_and_what_is_allowed(prefect_yaml: Path, given
 
 
 def test_unknown_deployment_lists_those_that_exist(prefect_yaml: Path) -> None:
-    message = "train-dflash: no deployment 'big' in prefect.yaml; there are: small"
+    message = f"train-dflash: no deployment 'big' in {prefect_yaml}; there are: small"
     with pytest.raises(UserError, match=message):
         deployments.resolve("train-dflash", "big", {}, prefect_yaml)
 
@@ -88,7 +88,7 @@ def test_compare_options_are_checked(options: dict) -> None:
 
 
 def test_every_deployment_of_the_project_resolves() -> None:
-    document = yaml.safe_load(deployments.PREFECT_YAML.read_text())
+    document = yaml.safe_load(deployments.PACKAGED_YAML.read_text())
     num_resolved = 0
     for flow_name, info in deployments.FLOWS.items():
         named = deployments.deployments(flow_name)
@@ -102,3 +102,53 @@ def test_every_deployment_of_the_project_resolves() -> None:
     assert num_resolved == len(document["deployments"])
     pools = {entry["work_pool"]["name"] for entry in document["deployments"]}
     assert pools == {"dflash-train", "dflash-data"}
+
+
+OWN = "deployments: [{name: mine, entrypoint: flows.prune.prune}]"
+
+
+@pytest.mark.parametrize(
+    "text, is_used",
+    [
+        (OWN, True),
+        ("deployments: [{name: theirs, entrypoint: other.py:flow}]", False),
+        ("deployments: [{name: null, entrypoint: null}]", False),
+        ("deployments: null", False),
+        ("", False),
+        ("name: something", False),
+    ],
+)
+def test_a_file_of_the_working_directory_is_used_if_it_deploys_our_flows(
+    text: str, is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefect.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert deployments.prefect_yaml() == (tmp_path / "prefect.yaml" if is_used else deployments.PACKAGED_YAML)
+    assert list(deployments.deployments("prune")) == (["mine"] if is_used else ["quickstart"])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"deployments: [", "not valid YAML: "),
+        (b"\xff\xfe\xff", "cannot be read: "),
+        (b"deployments: none", "deployments: not allowed; allowed: a list of mappings"),
+        (b"deployments: [none]", "deployments: not allowed; allowed: a list of mappings"),
+        (
+            b"deployments: [{entrypoint: flows.prune.prune}]",
+            "deployment 1: name: None is not allowed; allowed: a string",
+        ),
+        (
+            b"deployments: [{name: quickstart, entrypoint: flows.prune.prune, parameters: [1]}]",
+            "quickstart: parameters: [1] is not allowed; allowed: a mapping",
+        ),
+    ],
+)
+def test_a_broken_file_of_the_working_directory_is_named(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prefect.yaml").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        deployments.resolve("prune", "quickstart", {})
+    assert str(error.value).startswith(f"{tmp_path}/prefect.yaml: {message}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,3 +177,26 @@ def test_a_flow_that_ends_early_closes_its_run(tmp_path: Path, closed: list, sta
     tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=state_of_flow)
     assert closed == [("u", "r", status)]
     assert not marker.exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment inside the checkout of another project holds files that this checkout does not track."""
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    installed = tmp_path / "env" / "module.py"
+    installed.parent.mkdir()
+    installed.touch()
+    monkeypatch.setattr(tracking, "__file__", str(installed))
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "another project")
+    assert tracking.git_commit() == "unknown"
+    git("add", ".")
+    git("commit", "-q", "-m", "this project")
+    assert tracking.git_commit() == git("rev-parse", "HEAD")
