@@ -22,8 +22,10 @@ class Pointer(TypedDict):
     key: str
     # Directory of the outputs, relative to the storage root.
     path: str
-    # Files in it, relative to it.
-    files: list[str]
+    # Files in it, relative to it, and the bytes of each.
+    files: dict[str, int]
+    # Versions of the libraries that can change the outputs.
+    made_with: dict[str, str]
 
 
 class TargetPointer(Pointer):

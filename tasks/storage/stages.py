@@ -8,7 +8,8 @@ small summary. `@stage(...)` adds what every stage needs:
 * the directory: `<storage_root>/store/<stage>/<key>/`, published complete or not at all.
 * the pointer: JSON with the summary, the key and the directory relative to the storage root. It is also kept
   next to the files as `pointer.json`: a stage is up to date exactly when its pointer and every file that it
-  lists exist.
+  lists exist, with the size that was written. Damaged outputs are made anew, with a remark.
+* versions of libraries: recorded in the pointer; `tasks.storage.provenance` has the rule by which they count.
 * a Prefect task of the same name with the key as its cache key, so that the UI shows what was cached.
 
 Guarantee: Prefect's own cache never decides alone. Outputs that are gone rerun the stage, and outputs that
@@ -19,6 +20,9 @@ exist are used although Prefect has forgotten them. Price: about 30 ms of Prefec
 from __future__ import annotations
 
 import json
+import logging
+import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
+from tasks.storage.provenance import changed_versions, minor_versions, versions
 
 POINTER = "pointer.json"
 # Number of cached task runs of one stage that a flow run shows.
@@ -45,13 +50,36 @@ RETRY_IO: dict[str, Any] = {
 }
 
 
+log = logging.getLogger("prefect.train_dflash.stages")
+
+
 def read_complete(directory: Path) -> dict[str, Any] | None:
-    """Return the pointer in a stage's directory when every file that it lists exists, else None."""
+    """Return the pointer in a stage's directory when every file that it lists is whole, else None."""
+    pointer = _read_pointer(directory)
+    return None if isinstance(pointer, str) else pointer
+
+
+def _read_pointer(directory: Path) -> dict[str, Any] | str:
+    """Return the pointer in a stage's directory, or the defect of its outputs in a few words."""
     try:
-        pointer: dict[str, Any] = json.loads((directory / POINTER).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None
-    return pointer if all((directory / name).exists() for name in pointer["files"]) else None
+        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{POINTER} cannot be read ({error})"
+    files = pointer.get("files") if isinstance(pointer, dict) else None
+    if not isinstance(files, list | dict) or pointer.get("key") != directory.name:
+        return f"{POINTER} is not the pointer of this output"
+    # Pointers of earlier versions list the names alone.
+    sizes = files if isinstance(files, dict) else dict.fromkeys(files)
+    for name, size in sizes.items():
+        try:
+            status = os.stat(directory / name)
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read ({error})"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a file"
+        if size is not None and status.st_size != size:
+            return f"{name} has {status.st_size} bytes, {size} were written"
+    return pointer
 
 
 class Stage:
@@ -66,10 +94,15 @@ class Stage:
         sources: tuple[str, ...] = (),
         key_only: tuple[str, ...] = (),
         locations: tuple[str, ...] = (),
+        libraries: tuple[str, ...] = (),
+        is_costly: bool = False,
         **task_options: Any,
     ) -> None:
         self.function, self.name, self.version = function, name, version
         self.sources, self.key_only, self.locations = sources, key_only, locations
+        self.libraries, self.is_costly = libraries, is_costly
+        # Remarks about versions that this process has made.
+        self._remarks: set[str] = set()
         self.__doc__ = function.__doc__
         self._configured: dict[tuple[bool, bool, Path], Any] = {}
         self.task = task(
@@ -82,11 +115,17 @@ class Stage:
         )(self.produce)
 
     def key(self, inputs: dict[str, Any]) -> str:
-        """Return the digest of the code version and of all inputs but the locations."""
+        """Return the digest of the code version, of all inputs but the locations, and of the libraries.
+
+        Libraries count by major and minor version, and not at all where the stage is costly.
+        """
         missing = [name for name in self.key_only if name not in inputs]
         assert not missing, f"stage {self.name}: inputs {missing} are missing"
         decisive = {name: value for name, value in inputs.items() if name not in self.locations}
-        return content_digest({"stage": self.name, "version": self.version, "inputs": decisive})
+        decides = {"stage": self.name, "version": self.version, "inputs": decisive}
+        if self.libraries and not self.is_costly:
+            decides["libraries"] = minor_versions(self.libraries)
+        return content_digest(decides)
 
     def directory(self, storage_root: Path, inputs: dict[str, Any]) -> Path:
         """Return the directory of the outputs for these inputs, whether it exists or not."""
@@ -139,7 +178,7 @@ class Stage:
         self, storage_root: Path, inputs: dict[str, Any], *, refresh: bool, submitted: bool
     ) -> Any:
         """Return the task as it has to run now; each variant is made once, for making a task is slow."""
-        is_stale = refresh or read_complete(self.directory(storage_root, inputs)) is None
+        is_stale = refresh or self._read(self.directory(storage_root, inputs)) is None
         results = storage_root.resolve() / "prefect" / "storage"
         variant = (is_stale, submitted, results)
         if variant not in self._configured:
@@ -186,7 +225,7 @@ class Stage:
         if not refresh:
             for i, call in enumerate(calls):
                 inputs = {name: value for name, value in call.items() if name not in ("label", "after")}
-                if (pointer := read_complete(self.directory(storage_root, inputs))) is not None:
+                if (pointer := self._read(self.directory(storage_root, inputs))) is not None:
                     up_to_date[i] = pointer
         if len(up_to_date) <= SHOWN_CACHED:
             up_to_date.clear()
@@ -224,7 +263,7 @@ class Stage:
         """
         del label, after
         directory = Path(storage_root) / "store" / self.name / key
-        if not refresh and (pointer := read_complete(directory)) is not None:
+        if not refresh and (pointer := self._read(directory)) is not None:
             return pointer
         with publish_directory(directory) as out:
             summary = self.write(out, **inputs)
@@ -233,11 +272,33 @@ class Stage:
                 "version": self.version,
                 "key": key,
                 "path": directory.relative_to(storage_root).as_posix(),
-                "files": sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()),
+                "files": {
+                    p.relative_to(out).as_posix(): p.stat().st_size
+                    for p in sorted(out.rglob("*"))
+                    if p.is_file()
+                },
+                "made_with": versions(self.libraries),
                 **summary,
             }
             write_json(out / POINTER, pointer)
         return pointer
+
+    def _read(self, directory: Path) -> dict[str, Any] | None:
+        """Return the pointer of outputs that are complete, else None; remark on damage and other versions."""
+        pointer = _read_pointer(directory)
+        if isinstance(pointer, str):
+            if directory.exists():
+                self._remark(f"{directory}: {pointer}; it is made anew")
+            return None
+        if changed := changed_versions(pointer.get("made_with")):
+            self._remark(f"output of other versions is kept ({changed}); refresh=[{self.name!r}] makes it anew")
+        return pointer
+
+    def _remark(self, text: str) -> None:
+        """Log a remark once per process: a stage may have many outputs, and reads each several times."""
+        if text not in self._remarks:
+            self._remarks.add(text)
+            log.warning("%s: %s", self.name, text)
 
 
 STAGES: dict[str, Stage] = {}
@@ -250,6 +311,8 @@ def stage(
     sources: tuple[str, ...] = (),
     key_only: tuple[str, ...] = (),
     locations: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = (),
+    is_costly: bool = False,
     timeout_seconds: float | None = STAGE_SECONDS,
     **task_options: Any,
 ) -> Callable[[Callable[..., dict[str, Any]]], Stage]:
@@ -261,6 +324,8 @@ def stage(
         sources: modules or packages of dflash_core whose code decides the outputs; a test holds their digest.
         key_only: inputs that are part of the key and are not passed to the function.
         locations: inputs that are passed to the function and are not part of the key: places and speeds.
+        libraries: distributions whose version can change the outputs.
+        is_costly: outputs that take hours are kept, with a remark, when a library has another version.
         timeout_seconds: time after which the task ends as TimedOut; None where the work sets its own limits.
         task_options: options of the Prefect task, such as retries.
     """
@@ -273,6 +338,8 @@ def stage(
             sources=sources,
             key_only=key_only,
             locations=locations,
+            libraries=libraries,
+            is_costly=is_costly,
             timeout_seconds=timeout_seconds,
             **task_options,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.record_stage_digests import ROOT, imported_modules, module_file
+from tasks.storage.code_digests import ROOT, imported_modules, module_file
 
 HEAVY = {"prefect", "mlflow", "duckdb"}
 

@@ -56,7 +56,7 @@ def test_outputs_appear_complete_under_their_key(tmp_path: Path) -> None:
     pointer = produce(stage, tmp_path)
     # The path is relative, since the root may move.
     assert pointer["path"] == f"store/repeat/{stage.key(INPUTS)}"
-    assert pointer["files"] == ["deep/text"]
+    assert pointer["files"] == {"deep/text": 4}
     assert pointer["length"] == 4
     directory = tmp_path / pointer["path"]
     assert (directory / "deep" / "text").read_text() == "d1d1"
