@@ -6,11 +6,14 @@ Nothing that a kept run's run.json names is removed, and nothing younger than `Y
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from dflash_core.errors import UserError
 
 # Outputs younger than this may belong to a flow that is still running.
 YOUNG_SECONDS = 3600.0
@@ -44,16 +47,31 @@ def _paths_in(value: object) -> Iterable[Path]:
 
 
 def referenced(root: Path, runs: Iterable[Path]) -> set[Path]:
-    """Return the stage directories `store/<stage>/<key>` that hold inputs of the runs."""
+    """Return the stage directories `store/<stage>/<key>` that hold inputs of the runs.
+
+    Raises:
+        UserError: a run.json cannot be read, so that the inputs of its run are not known.
+    """
     store, directories = (root / "store").resolve(), set()
     for run in runs:
-        contents = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        for value in [*contents["paths"].values(), *contents.get("used", [])]:
-            for path in _paths_in(value):
-                parts = path.resolve().parts[len(store.parts) :]
-                if path.resolve().is_relative_to(store) and len(parts) >= 2:
-                    directories.add(store / parts[0] / parts[1])
+        try:
+            contents = json.loads((run / "run.json").read_text(encoding="utf-8"))
+            values = [*contents["paths"].values(), *contents.get("used", [])]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{run / 'run.json'} cannot be read ({error}), and nothing is removed, for it names what the "
+                "run needs; restore it, or remove the directory of the run"
+            ) from error
+        for path in _paths_in(values):
+            directories |= _stage_directories(store, path if path.is_absolute() else run / path)
     return directories
+
+
+def _stage_directories(store: Path, path: Path) -> set[Path]:
+    """Return the stage directory that a path lies in, or lay in before the storage root was moved."""
+    parts = Path(os.path.normpath(path)).parts
+    tails = (parts[i + 1 : i + 3] for i, part in enumerate(parts) if part == "store")
+    return {directory for tail in tails if len(tail) == 2 and (directory := store.joinpath(*tail)).is_dir()}
 
 
 def find_removable(

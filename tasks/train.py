@@ -7,7 +7,6 @@ result (`tasks.storage.run_directory`), so the task does not use Prefect's cache
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from tasks.report import dataset_figures
 from tasks.reporting import mlflow_client
 from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
+from tasks.storage import locks
 from tasks.storage import run_directory as runs
 from tasks.storage.input_files import data_name
 from tasks.storage.pointers import (
@@ -151,7 +151,11 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     total_steps = inputs["total_steps"]
     tracker = _open_tracker(config, run, inputs)
     paths = {"run": str(run.path)} | {name: inputs[name] for name in ("target", "shards", "plans")}
-    runs.write_run(run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id)
+    remarks = runs.write_run(
+        run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id
+    )
+    for remark in remarks:
+        get_run_logger().warning("training: run %s %s", run.path.name, remark)
     _link_mlflow(config, tracker.experiment_id, tracker.run_id)
     progress = _ProgressArtifact(config.deployment, total_steps)
     status = "FAILED"
@@ -267,7 +271,7 @@ def _locked_directory(run: RunDirectory) -> Iterator[None]:
     """
     with (run.path / ".lock").open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(lock, wait=False)
         except BlockingIOError:
             lock.seek(0)
             pid = lock.read().strip() or "?"
@@ -288,8 +292,8 @@ def _locked_accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
         return
     with (Path(tempfile.gettempdir()) / f"dflash-accelerators-{os.getuid()}.lock").open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(lock, wait=False)
         except BlockingIOError:
             logger.warning("training: another training holds this machine's GPUs; waiting for it to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            locks.lock(lock, wait=True)
         yield

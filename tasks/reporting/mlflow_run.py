@@ -238,7 +238,7 @@ class Tracker:
             log.warning("MLflow run %s could not be closed as %s: %s", self.run_id, status, error)
             with suppress(OSError, json.JSONDecodeError):
                 marked = json.loads(self.marker.read_text(encoding="utf-8"))
-                write_marker(self.marker, **(marked | {"status": status}))
+                write_json(self.marker, marked | {"status": status})
 
 
 def _log_params(client: Any, run_id: str, params: dict[str, Any]) -> None:
@@ -266,8 +266,17 @@ def open_marker(storage_root: str | Path, owner: str) -> Path:
 
 
 def write_marker(marker: Path, *, uri: str, run_id: str, status: str | None = None, **_: Any) -> None:
-    """Record an open run, its process, and the status with which it should have been closed."""
-    write_json(marker, {"uri": uri, "run_id": run_id, "status": status, **this_process()})
+    """Record an open run, its process, and the status with which it should have been closed.
+
+    The database of the storage root is recorded as null, since the root may be moved.
+    """
+    address = None if uri == _own_database(marker) else uri
+    write_json(marker, {"uri": address, "run_id": run_id, "status": status, **this_process()})
+
+
+def _own_database(marker: Path) -> str:
+    """Return the address of the MLflow database in the storage root of a marker."""
+    return f"sqlite:///{marker.resolve().parents[1] / 'mlflow.db'}"
 
 
 def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
@@ -283,7 +292,7 @@ def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
 def close_crashed_runs(storage_root: str | Path) -> None:
     """Close the runs of processes of this machine that have ended, where their tracking servers answer."""
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
-        with suppress(OSError, json.JSONDecodeError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             if is_gone(json.loads(marker.read_text(encoding="utf-8"))):
                 close_marked(marker, "KILLED")
 
@@ -294,7 +303,7 @@ def close_marked(marker: Path, status: str) -> None:
 
     marked = json.loads(marker.read_text(encoding="utf-8"))
     try:
-        client = mlflow.MlflowClient(marked["uri"])
+        client = mlflow.MlflowClient(marked["uri"] or _own_database(marker))
         client.set_terminated(marked["run_id"], status=marked.get("status") or status)
     # The server is unreachable: the marker stays, and the next training tries again.
     except Exception as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
 from dflash_core.files import content_digest, write_json
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.provenance import resume_remarks, training_provenance
 
 # Characters of the run key in the name of a run's directory.
 KEY_CHARACTERS = 12
@@ -89,24 +91,41 @@ def find_run(config: RunConfig, fields: dict[str, Any]) -> RunDirectory:
 
 def write_run(
     run: RunDirectory, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
-) -> None:
-    """Write run.json: the resolved config, the paths of the inputs, and the fields behind the key.
+) -> list[str]:
+    """Write run.json: config, paths of the inputs, the fields behind the key, versions and code.
 
     On resume the execution settings are those of `config`, the deciding ones stay (see `keep_decisive`).
+    Paths under the storage root are relative to the run's directory, so that the root may move.
+
+    Returns:
+        Remarks on the versions and the code of a run that resumes, where they differ from those before.
     """
-    resolved = to_dict(config)
-    earlier = read_run(run.path)
+    resolved, made_by = to_dict(config), training_provenance()
+    earlier, remarks = read_run(run.path), list[str]()
     if earlier is not None and earlier.get("run_key") == run.key:
         resolved = keep_decisive(RunConfig, earlier["config"], resolved)
+        remarks = resume_remarks(earlier, made_by) if run.has_checkpoint else []
     contents = {
         "config": resolved,
-        "paths": paths,
+        "paths": _relative(paths, run.path),
         "run_key": run.key,
         "total_steps": total_steps,
         "mlflow_run_id": mlflow_run_id,
         "fields": run.fields,
+        **made_by,
     }
     write_json(run.path / "run.json", contents)
+    return remarks
+
+
+def _relative(value: Any, run_directory: Path) -> Any:
+    """Return paths, also those in lists and mappings, relative to a run's directory if under its root."""
+    if isinstance(value, Mapping):
+        return {name: _relative(item, run_directory) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_relative(item, run_directory) for item in value]
+    root = run_directory.parents[1]
+    return os.path.relpath(value, run_directory) if Path(value).is_relative_to(root) else str(value)
 
 
 def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +172,12 @@ def discard(run: RunDirectory, previous: str | None) -> None:
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """Return the contents of a run directory's run.json, or None where there is none."""
+    """Return the contents of a run directory's run.json, or None where there is none that can be read."""
     try:
-        return json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        contents = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return contents if isinstance(contents, dict) and {"fields", "config"} <= contents.keys() else None
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

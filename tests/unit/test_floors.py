@@ -16,7 +16,13 @@ HEAVY = {"prefect", "mlflow", "duckdb"}
 FLOORS = [
     # the table of strategies is data that the settings read, so it lies below the room that it describes
     {"dflash_core.errors", "dflash_core.batching.strategies"},
-    {"dflash_core.files", "dflash_core.anchors", "dflash_core.visibility", "dflash_core.run_statistics"},
+    {
+        "dflash_core.files",
+        "dflash_core.databases",
+        "dflash_core.anchors",
+        "dflash_core.visibility",
+        "dflash_core.run_statistics",
+    },
     {"dflash_core.config"},
     {"dflash_core.microbatch"},
     {"dflash_core.data", "dflash_core.batching", "dflash_core.kernels", "dflash_core.launch"},
