@@ -140,7 +140,7 @@ def _download(name: HubName, resolved: Resolved, path: str, target: Path, storag
         try:
             os.link(real, temporary)
         except OSError:
-            shutil.copy2(real, temporary)
+            shutil.copyfile(real, temporary)
 
 
 def _api() -> Any:

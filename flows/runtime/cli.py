@@ -27,6 +27,7 @@ from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from flows.runtime import deployments
 from flows.runtime.embedded_server import EmbeddedServer
+from flows.runtime.system_errors import mistake_of
 from tasks.storage.input_files import check_files
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
@@ -222,6 +223,8 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         if cause is not None:
             raise cause from error
         logging.getLogger().error("the flow failed", exc_info=error)
+        if (mistake := mistake_of(error)) is not None:
+            raise mistake from error
         print(f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
         return EXIT_FAILED
     finally:

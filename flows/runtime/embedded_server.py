@@ -17,11 +17,17 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from dflash_core.databases import check_database
 from dflash_core.errors import UserError
 
 # An idle machine needs 10 to 15.
 STARTUP_SECONDS = 300.0
 STOP_SECONDS = 5.0
+# Next step where the database is damaged.
+REMEDY = (
+    "restore it from a copy, or move it away: Prefect starts anew and shows no earlier runs, while stages and "
+    "trainings that are up to date are still skipped"
+)
 
 
 class EmbeddedServer:
@@ -39,7 +45,12 @@ class EmbeddedServer:
         self._url = ""
 
     def start(self) -> None:
-        """Start the process and set PREFECT_API_URL; `wait` returns once it answers."""
+        """Start the process and set PREFECT_API_URL; `wait` returns once it answers.
+
+        Raises:
+            UserError: the port is taken, or the database is damaged, locked or cannot be written.
+        """
+        _check_database()
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -96,6 +107,13 @@ class EmbeddedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _check_database() -> None:
+    """Check Prefect's database, unless the user names another one."""
+    named = ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
+    if "PREFECT_HOME" in os.environ and not any(name in os.environ for name in named):
+        check_database(Path(os.environ["PREFECT_HOME"]) / "prefect.db", REMEDY)
 
 
 def _send_pending() -> None:
