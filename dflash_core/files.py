@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -71,6 +72,7 @@ def publish_directory(path: Path) -> Iterator[Path]:
     Also removes the temporary directories next to `path` whose process was killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Once per process: the directory may hold 100,000 others.
     _remove_leftovers(path.parent)
     temporary = _temporary(path)
     temporary.mkdir()
@@ -90,6 +92,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name[:12]}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
+@functools.lru_cache(maxsize=1024)
 def _remove_leftovers(directory: Path) -> None:
     for leftover in directory.glob(".*-*-*"):
         pid = leftover.name.split("-")[-2]

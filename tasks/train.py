@@ -151,9 +151,7 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     total_steps = inputs["total_steps"]
     tracker = _open_tracker(config, run, inputs)
     paths = {"run": str(run.path)} | {name: inputs[name] for name in ("target", "shards", "plans")}
-    remarks = runs.write_run(
-        run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id
-    )
+    remarks = runs.write_run(run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id)
     for remark in remarks:
         get_run_logger().warning("training: run %s %s", run.path.name, remark)
     _link_mlflow(config, tracker.experiment_id, tracker.run_id)

@@ -7,8 +7,8 @@ import errno
 from dflash_core.errors import UserError
 
 FULL = (
-    "free space there, for example with `python -m flows.prune`, and run the same command again: it continues "
-    "after the last complete stage or checkpoint"
+    "free space there, for example with `python -m flows.prune NAME`, and run the same command again: it "
+    "continues after the last complete stage or checkpoint"
 )
 REFUSED = "allowed: files under storage_root that belong to the user who runs the flows (chown, chmod)"
 FAILED = "once the file system answers again, run the same command: it continues where it was"

@@ -94,7 +94,11 @@ def adopt_artifacts(database: Path, artifacts: str) -> None:
         database: mlflow.db, with its tables.
         artifacts: address of the directory of artifacts, `file:///.../mlflow-artifacts`.
     """
-    with database_errors(database, REMEDY), closing(sqlite3.connect(database, timeout=LOCK_SECONDS)) as db, db:
+    with (
+        database_errors(database, REMEDY),
+        closing(sqlite3.connect(database, timeout=LOCK_SECONDS)) as db,
+        db,
+    ):
         earlier = db.execute(
             "SELECT DISTINCT artifact_location FROM experiments "
             "WHERE artifact_location LIKE 'file://%/mlflow-artifacts' AND artifact_location <> ?",

@@ -34,6 +34,8 @@ BATCH_LIMIT = 1000
 # Characters that MLflow accepts in the value of a parameter, and in the digest of a data set.
 PARAM_LIMIT, DIGEST_LIMIT = 6000, 36
 MAX_WAITING = 200_000
+# Files of a data set that MLflow shows, and characters of a name: together below MLflow's limit of 65,535.
+SHOWN_FILES, SHOWN_CHARACTERS = 100, 255
 
 
 def git_commit() -> str:
@@ -254,10 +256,15 @@ def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
         name=dataset["name"],
         digest=dataset["digest"][:DIGEST_LIMIT],
         source_type="local",
-        source=json.dumps({"files": dataset["files"]}),
+        source=json.dumps(_shown_files(dataset["files"])),
         profile=json.dumps(dataset["profile"]),
     )
     client.log_inputs(run_id, [DatasetInput(logged, [InputTag("mlflow.data.context", "training")])])
+
+
+def _shown_files(files: list[str]) -> dict[str, Any]:
+    """Return the first files of a data set and the number of all, since MLflow limits the length."""
+    return {"files": [name[:SHOWN_CHARACTERS] for name in files[:SHOWN_FILES]], "num_files": len(files)}
 
 
 def open_marker(storage_root: str | Path, owner: str) -> Path:

@@ -80,5 +80,7 @@ def resume_remarks(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     if changed := changed_modules(earlier.get("code"), now["code"]):
         remarks.append(f"resumes with other code than it was trained with so far: {changed}")
     if remarks:
-        remarks.append("its result may differ from that of an undisturbed run; refresh=[\"train\"] trains it anew")
+        remarks.append(
+            'its result may differ from that of an undisturbed run; refresh=["train"] trains it anew'
+        )
     return remarks

@@ -19,24 +19,24 @@ exist are used although Prefect has forgotten them. Price: about 30 ms of Prefec
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
+from tasks.storage.pointers import POINTER, read_pointer
 from tasks.storage.provenance import changed_versions, minor_versions, versions
 
-POINTER = "pointer.json"
 # Number of cached task runs of one stage that a flow run shows.
 SHOWN_CACHED = 20
+# Number of task runs of one `Stage.map`.
+MOST_TASKS = 200
 # Time limit of one run of a stage: one file, one epoch, one evaluation.
 STAGE_SECONDS = 6 * 3600.0
 # Time limit of a task that publishes a report to MLflow.
@@ -51,35 +51,6 @@ RETRY_IO: dict[str, Any] = {
 
 
 log = logging.getLogger("prefect.train_dflash.stages")
-
-
-def read_complete(directory: Path) -> dict[str, Any] | None:
-    """Return the pointer in a stage's directory when every file that it lists is whole, else None."""
-    pointer = _read_pointer(directory)
-    return None if isinstance(pointer, str) else pointer
-
-
-def _read_pointer(directory: Path) -> dict[str, Any] | str:
-    """Return the pointer in a stage's directory, or the defect of its outputs in a few words."""
-    try:
-        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{POINTER} cannot be read ({error})"
-    files = pointer.get("files") if isinstance(pointer, dict) else None
-    if not isinstance(files, list | dict) or pointer.get("key") != directory.name:
-        return f"{POINTER} is not the pointer of this output"
-    # Pointers of earlier versions list the names alone.
-    sizes = files if isinstance(files, dict) else dict.fromkeys(files)
-    for name, size in sizes.items():
-        try:
-            status = os.stat(directory / name)
-        except (OSError, ValueError) as error:
-            return f"{name} cannot be read ({error})"
-        if not stat.S_ISREG(status.st_mode):
-            return f"{name} is not a file"
-        if size is not None and status.st_size != size:
-            return f"{name} has {status.st_size} bytes, {size} were written"
-    return pointer
 
 
 class Stage:
@@ -113,6 +84,13 @@ class Stage:
             result_serializer="json",
             **task_options,
         )(self.produce)
+        self.group_task = task(
+            name=name,
+            task_run_name="{label}",
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            **task_options,
+        )(self.produce_group)
 
     def key(self, inputs: dict[str, Any]) -> str:
         """Return the digest of the code version, of all inputs but the locations, and of the libraries.
@@ -204,14 +182,15 @@ class Stage:
             "key": self.key(inputs),
             "label": label or self.name,
             "refresh": refresh,
-            "after": list(after),
+            "after": list(after)[:MOST_TASKS],
         }
 
     def map(self, storage_root: Path, calls: Sequence[dict[str, Any]], *, refresh: bool = False) -> list[Any]:
         """Run one task per call through the flow's task runner; return the pointers in order.
 
         Even a cached task run costs Prefect 30 ms. Where more than `SHOWN_CACHED` calls are up to date, their
-        pointers are read without a task run, and the log reports their number.
+        pointers are read without a task run, and the log reports their number. Where more than `MOST_TASKS`
+        calls have to run, a task runs several of them in turn; each output still has its own key.
 
         Args:
             storage_root: directory that holds `store/`.
@@ -224,22 +203,55 @@ class Stage:
         up_to_date: dict[int, dict[str, Any]] = {}
         if not refresh:
             for i, call in enumerate(calls):
-                inputs = {name: value for name, value in call.items() if name not in ("label", "after")}
-                if (pointer := self._read(self.directory(storage_root, inputs))) is not None:
+                if (pointer := self._read(self.directory(storage_root, _inputs_of(call)))) is not None:
                     up_to_date[i] = pointer
         if len(up_to_date) <= SHOWN_CACHED:
             up_to_date.clear()
         else:
             get_run_logger().info("%s: %d of %d are up to date", self.name, len(up_to_date), len(calls))
-        futures = {
-            i: self.submit(storage_root, refresh=refresh, **call)
-            for i, call in enumerate(calls)
-            if i not in up_to_date
-        }
+        stale = [i for i in range(len(calls)) if i not in up_to_date]
+        if len(stale) > MOST_TASKS:
+            return self._map_groups(storage_root, calls, up_to_date, stale, refresh=refresh)
+        futures = {i: self.submit(storage_root, refresh=refresh, **calls[i]) for i in stale}
         return [
             up_to_date[i] if i in up_to_date else futures[i].result(timeout=STAGE_SECONDS)
             for i in range(len(calls))
         ]
+
+    def _map_groups(
+        self,
+        storage_root: Path,
+        calls: Sequence[dict[str, Any]],
+        known: dict[int, dict[str, Any]],
+        stale: list[int],
+        *,
+        refresh: bool,
+    ) -> list[Any]:
+        """Run the stale calls in `MOST_TASKS` task runs of neighbours; return all pointers in order."""
+        size = -(-len(stale) // MOST_TASKS)
+        groups = [stale[i : i + size] for i in range(0, len(stale), size)]
+        run_group = self.group_task.with_options(timeout_seconds=0)
+        futures = [
+            run_group.submit(
+                [
+                    self._arguments(storage_root, _inputs_of(calls[i]), None, (), refresh=refresh)
+                    for i in group
+                ],
+                label=f"{self.name} {group[0] + 1} to {group[-1] + 1} of {len(calls)}",
+                after=list(calls[group[0]].get("after", ())),
+            )
+            for group in groups
+        ]
+        for group, future in zip(groups, futures):
+            known |= zip(group, future.result(timeout=STAGE_SECONDS))
+        return [known[i] for i in range(len(calls))]
+
+    def produce_group(
+        self, group: list[dict[str, Any]], *, label: str, after: list[Any]
+    ) -> list[dict[str, Any]]:
+        """Call `produce` for each item of a group: the body of a Prefect task for many small outputs."""
+        del label, after
+        return [self.produce(**arguments) for arguments in group]
 
     def produce(
         self,
@@ -285,13 +297,15 @@ class Stage:
 
     def _read(self, directory: Path) -> dict[str, Any] | None:
         """Return the pointer of outputs that are complete, else None; remark on damage and other versions."""
-        pointer = _read_pointer(directory)
+        pointer = read_pointer(directory)
         if isinstance(pointer, str):
             if directory.exists():
                 self._remark(f"{directory}: {pointer}; it is made anew")
             return None
         if changed := changed_versions(pointer.get("made_with")):
-            self._remark(f"output of other versions is kept ({changed}); refresh=[{self.name!r}] makes it anew")
+            self._remark(
+                f"output of other versions is kept ({changed}); refresh=[{self.name!r}] makes it anew"
+            )
         return pointer
 
     def _remark(self, text: str) -> None:
@@ -299,6 +313,11 @@ class Stage:
         if text not in self._remarks:
             self._remarks.add(text)
             log.warning("%s: %s", self.name, text)
+
+
+def _inputs_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the stage among the keywords of `submit`."""
+    return {name: value for name, value in call.items() if name not in ("label", "after")}
 
 
 STAGES: dict[str, Stage] = {}

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from tasks.storage import stages
-from tasks.storage.stages import Stage, read_complete
+from tasks.storage.pointers import read_complete
+from tasks.storage.stages import Stage
 
 INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
 
