@@ -209,7 +209,7 @@ def write_report(
     text = to_markdown(report)
     # Written once MLflow has the report, so that one that failed half-way is sent again.
     published, digest = run_dir / "published.json", {"report": content_digest(json.dumps(report))}
-    if published.exists() and json.loads(published.read_text(encoding="utf-8")) == digest:
+    if _is(published, digest):
         get_run_logger().info("report: up to date, %s", run_dir / "report.md")
         artifacts.page("report", config.deployment, text, run_dir, "report of the run")
         return report
@@ -222,9 +222,18 @@ def write_report(
     return report
 
 
+def _is(path: Path, contents: Mapping[str, Any]) -> bool:
+    """Return True if a file holds this JSON; a damaged one does not."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")) == contents)
+    except (OSError, ValueError):
+        return False
+
+
 def _publish_to_mlflow(config: RunConfig, report: Mapping[str, Any], run_dir: Path) -> None:
     """Send the final metrics and the run's files, and register the drafter."""
-    run_id = report["mlflow_run_id"]
+    # A run that MLflow has lost, with its database or by hand, is made anew.
+    run_id = mlflow_client.run_of_directory(config, run_dir, f"{report['strategy']}-{config.deployment}")
     files = [(run_dir / name, None) for name in ("report.md", "report.json", "run.json")]
     mlflow_client.log_summary(
         config,

@@ -7,7 +7,6 @@ result (`tasks.storage.run_directory`), so the task does not use Prefect's cache
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -198,13 +197,12 @@ def _open_tracker(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) 
 
 
 def _trained_run(run: RunDirectory, status: str) -> TrainedRun:
-    recorded = json.loads((run.path / "mlflow.json").read_text(encoding="utf-8"))
-    summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+    recorded = runs.read_json(run.path / "mlflow.json")
     return {
         "status": status,
         "run_dir": str(run.path),
         "key": run.key,
-        "summary": summary,
+        "summary": runs.read_json(run.path / "summary.json"),
         "mlflow_run_id": recorded["run_id"],
         "experiment_id": recorded["experiment_id"],
     }

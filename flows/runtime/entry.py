@@ -27,6 +27,7 @@ from flows.runtime import deployments
 from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
 from flows.runtime.task_runners import task_runner
+from tasks.reporting.mlflow_client import adopt_artifacts
 from tasks.reporting.mlflow_run import close_runs_of_flow
 from tasks.storage.input_files import check_files, data_name
 
@@ -94,6 +95,7 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
             flow_run_id = str(runtime.flow_run.id)
             config, options = _settings(name, flow_run_id)
             check_files(config)
+            adopt_artifacts(config)
             with process_note(flow_run_id), task_runner(config):
                 return function(config, options)
 

@@ -70,14 +70,11 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
         locks.lock(lock, wait=True)
         artifacts = None
         if uri.startswith("sqlite:///"):
-            database = Path(uri.removeprefix("sqlite:///"))
-            check_database(database, REMEDY)
+            check_database(Path(uri.removeprefix("sqlite:///")), REMEDY)
             artifacts = (root / "mlflow-artifacts").as_uri()
         try:
             client = mlflow.MlflowClient(uri)
             experiment = client.get_experiment_by_name(config.tracking.experiment)
-            if artifacts is not None and database == root / "mlflow.db":
-                adopt_artifacts(database, artifacts)
             if experiment is not None:
                 return client, experiment.experiment_id
             return client, client.create_experiment(config.tracking.experiment, artifact_location=artifacts)
@@ -85,31 +82,37 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
             raise UserError(f"tracking.uri: {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def adopt_artifacts(database: Path, artifacts: str) -> None:
+def adopt_artifacts(config: RunConfig) -> None:
     """Let the database of a storage root that was moved or copied name the artifacts at its new place.
 
     MLflow records absolute addresses; those that this project wrote end in `/mlflow-artifacts`.
 
-    Args:
-        database: mlflow.db, with its tables.
-        artifacts: address of the directory of artifacts, `file:///.../mlflow-artifacts`.
+    Raises:
+        UserError: the database is damaged, locked, or cannot be written.
     """
-    with (
-        database_errors(database, REMEDY),
-        closing(sqlite3.connect(database, timeout=LOCK_SECONDS)) as db,
-        db,
-    ):
-        earlier = db.execute(
+    root = Path(config.storage_root).resolve()
+    database, artifacts = root / "mlflow.db", (root / "mlflow-artifacts").as_uri()
+    if tracking_uri(config) != f"sqlite:///{database}" or not database.exists():
+        return
+    check_database(database, REMEDY)
+    connection = sqlite3.connect(database, timeout=LOCK_SECONDS)
+    with database_errors(database, REMEDY), closing(connection), connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        if "experiments" not in tables:
+            return
+        earlier = connection.execute(
             "SELECT DISTINCT artifact_location FROM experiments "
             "WHERE artifact_location LIKE 'file://%/mlflow-artifacts' AND artifact_location <> ?",
             (artifacts,),
         ).fetchall()
         for (address,) in earlier:
             for table, column in ADDRESSES:
-                db.execute(
-                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                    (artifacts, len(address) + 1, len(address), address),
-                )
+                if table in tables:
+                    connection.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
+                        f"WHERE substr({column}, 1, ?) = ?",
+                        (artifacts, len(address) + 1, len(address), address),
+                    )
 
 
 def run_url(config: RunConfig, experiment_id: str, run_id: str) -> str:

@@ -3,9 +3,9 @@
 * A new major or minor version of a library that decides the outputs of a cheap stage makes them anew: it is
   part of the stage's key.
 * Outputs that cost hours or days (the target, regenerated answers, a training and its checkpoints) are kept
-  and resumed, with one remark that names both versions. So are those of cheap stages when only the patch level
-  differs: patch releases correct errors and appear monthly, and a result is known by the digest of its
-  contents in any case, so what follows from other contents is never mixed up with it.
+  and resumed, with one remark that names both versions. So are those of cheap stages when only the patch
+  level differs: patch releases correct errors and appear monthly, and what follows from an output is known by
+  the digest of its contents in any case.
 * Code of this project counts by the `version` of the stage. A training that resumes with other code is
   continued, with one remark that names the modules.
 
@@ -48,7 +48,7 @@ def minor_versions(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def changed_versions(made_with: object) -> str:
-    """Return `torch 2.8.0, now 2.9.1; ...` for the recorded versions that are no longer installed, else ""."""
+    """Return `torch 2.8.0, now 2.9.1; ...` for recorded versions that are no longer installed, else ""."""
     recorded = made_with if isinstance(made_with, Mapping) else {}
     return "; ".join(
         f"{name} {version}, now {version_of(name)}"

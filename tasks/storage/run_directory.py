@@ -17,12 +17,15 @@ from typing import Any
 
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
+from dflash_core.errors import UserError
 from dflash_core.files import content_digest, write_json
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.provenance import resume_remarks, training_provenance
 
 # Characters of the run key in the name of a run's directory.
 KEY_CHARACTERS = 12
+# Next step where a file of a finished run is damaged.
+RESTORE = "restore the run's directory from a copy, or train it again with --param 'refresh=[\"train\"]'"
 # Name of each section of the config -> its class.
 SECTIONS = {
     f.name: type(getattr(RunConfig(), f.name)) for f in fields(RunConfig) if f.default_factory is not MISSING
@@ -180,6 +183,21 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     return contents if isinstance(contents, dict) and {"fields", "config"} <= contents.keys() else None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the contents of a file that a finished run needs.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; {RESTORE}") from error
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} is not what this project wrote; {RESTORE}")
+    return contents
+
+
 def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return one line per deciding field that differs: its name, and both values where they are readable.
 
@@ -200,4 +218,9 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
         text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        name = directory / "metrics.jsonl"
+        raise UserError(f"{name} has a line that is not JSON: {error}; {RESTORE}") from error
