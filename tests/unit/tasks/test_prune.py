@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_core.errors import UserError
 from tasks import prune as pruning
 
 
@@ -86,3 +87,20 @@ def test_removal(root: Path) -> None:
     pruning.remove(removable)
     assert sorted(p.name for p in (root / "store" / "plan").iterdir()) == ["p0", "p1", "p2"]
     assert (root / "store/target/t/file").exists()
+
+
+def test_a_moved_root_still_refers_to_its_outputs(root: Path) -> None:
+    """Absolute paths are those of before; the paths that runs write today are relative."""
+    moved = root.rename(root.with_name("moved"))
+    assert names(moved) == ["store/plan/.left-1-x", "store/plan/unused"]
+    run = moved / "d" / "run0" / "run.json"
+    paths = {"run": ".", "target": "../../store/target/t/model", "shards": ["../../store/ingest/a/shard"]}
+    run.write_text(json.dumps({"paths": paths | {"plans": ["../../store/plan/p0/epoch-000.parquet"]}}))
+    assert names(moved) == ["store/plan/.left-1-x", "store/plan/unused"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"paths": 5}'])
+def test_nothing_is_removed_where_a_run_json_is_damaged(root: Path, text: str) -> None:
+    (root / "d" / "run0" / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"run0.run\.json cannot be read .* nothing is removed"):
+        names(root)
