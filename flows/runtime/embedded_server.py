@@ -25,8 +25,8 @@ STARTUP_SECONDS = 300.0
 STOP_SECONDS = 5.0
 # Next step where the database is damaged.
 REMEDY = (
-    "restore it from a copy, or move it away: Prefect then starts anew and shows no earlier runs, while "
-    "stages and trainings that are up to date are still skipped"
+    "restore it from a copy, or move it away with its -wal and -shm files: Prefect starts anew without "
+    "earlier runs, while stages and trainings that are up to date are still skipped"
 )
 
 

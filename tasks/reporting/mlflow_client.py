@@ -26,8 +26,8 @@ from tasks.storage import locks
 LOCAL_UI = "http://127.0.0.1:5000"
 # Next step where the database is damaged.
 REMEDY = (
-    "restore it from a copy, or move it away: MLflow then starts anew, while every run keeps its own report "
-    "and metrics.jsonl"
+    "restore it from a copy, or move it away with its -wal and -shm files: MLflow starts anew, while every "
+    "run keeps its own report and metrics.jsonl"
 )
 # Columns of MLflow's database that hold absolute addresses of artifacts.
 ADDRESSES = (
