@@ -79,7 +79,7 @@ def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -
     if resolved.is_recorded:
         say(f"{text}: no network; commit {resolved.commit[:12]} of the last run is used")
         return targets
-    sizes = _recorded_sizes(name, storage_root) if last and last.commit == resolved.commit else {}
+    sizes = _recorded_sizes(name, storage_root, resolved.commit)
     for path, target in zip(resolved.files, targets):
         if not _is_whole(target, sizes.get(path)):
             _download(name, resolved, path, target, storage_root)
@@ -119,17 +119,17 @@ def _recorded(name: HubName, storage_root: Path) -> Resolved | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    sizes = _recorded_sizes(name, storage_root)
+    sizes = _recorded_sizes(name, storage_root, resolved.commit)
     targets = zip(resolved.files, _local_paths(resolved, storage_root))
     return resolved if all(_is_whole(target, sizes.get(path)) for path, target in targets) else None
 
 
-def _recorded_sizes(name: HubName, storage_root: Path) -> dict[str, int]:
-    """Return the bytes of each file that the last run downloaded; empty in records of earlier versions."""
+def _recorded_sizes(name: HubName, storage_root: Path, commit: str) -> dict[str, int]:
+    """Return the bytes of each file that the last run downloaded of a commit, where they were recorded."""
     try:
         record = json.loads(_record_path(name, storage_root).read_text(encoding="utf-8"))
-        return dict(record.get("sizes", {}))
-    except (OSError, ValueError, AttributeError):
+        return dict(record["sizes"]) if record["commit"] == commit else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
