@@ -89,8 +89,8 @@ def test_what_reruns_after_which_change(
     assert uris
     assert all(uri.startswith((tmp_path / "moved" / "mlflow-artifacts").as_uri()) for (uri,) in uris)
     # Outputs damaged, also where Prefect remembers their results.
-    [shard, *_] = (tmp_path / "moved" / "store" / "ingest").iterdir()
-    (shard / "shard" / "tokens.bin").write_bytes(b"")
+    for shard in (tmp_path / "moved" / "store" / "ingest").iterdir():
+        (shard / "shard" / "tokens.bin").write_bytes(b"")
     for result in (tmp_path / "moved" / "prefect" / "storage").iterdir():
         result.write_text('{"met')
     assert ran(storage_root=str(tmp_path / "moved")) == ["ingest"]
