@@ -8,7 +8,8 @@ Claim: a run of train-dflash with a target rank and a drafter rank is struck at 
 faults: processes killed, stopped or continued, a full disk, rewritten inputs, a clock that jumps back, a
 second flow, `prune`, a tracking server that is locked or gone. The same command, repeated, succeeds. Report,
 plans, losses and drafter then equal those of an undisturbed run bit for bit; no process, temporary file,
-incomplete entry of the store or open note is left; and each command that failed has answered with one message.
+incomplete entry of the store or open note is left; and each command that failed has answered with one
+message.
 
 Every round starts with an empty storage root. Prints a line per fault and one line of JSON; exits with 1 if
 anything differed. The moments and victims follow from the seed, the fault and the number of its round.

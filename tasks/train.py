@@ -10,14 +10,14 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from prefect import get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -33,6 +33,7 @@ from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
 from tasks.storage.input_files import data_name
+from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import (
     Dataset,
     PlanPointer,
@@ -121,17 +122,15 @@ def train(
     run = runs.find_run(config, fields)
     _log_changes(config, run, logger)
     if run.is_finished and not refresh:
-        logger.info("training: run %s is finished and up to date, skipped", run.path.name)
-        runs.point_latest(run.path)
-        skipped = _trained_run(run, "skipped")
-        _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
-        return skipped
-    # A retry resumes, also where the first try was to train again from the start.
-    if refresh and run.path.exists() and (runtime.task_run.run_count or 1) == 1:
-        shutil.rmtree(run.path)
-    is_resumed = run.has_checkpoint
-    run.path.mkdir(parents=True, exist_ok=True)
+        return _skip(config, run, logger)
     with _locked_directory(run), _locked_accelerators(config, logger):
+        # Another flow may have trained it between the look above and the lock.
+        if run.is_finished and not refresh:
+            return _skip(config, run, logger)
+        # A retry resumes, also where the first try was to train again from the start.
+        if refresh and (runtime.task_run.run_count or 1) == 1:
+            runs.empty(run)
+        is_resumed = run.has_checkpoint
         previous = runs.point_latest(run.path)
         kind, strategy = "resuming" if is_resumed else "new", config.batching.strategy
         steps = inputs["total_steps"]
@@ -142,6 +141,16 @@ def train(
             runs.discard(run, previous)
             raise
     return _trained_run(run, "resumed" if is_resumed else "trained")
+
+
+def _skip(config: RunConfig, run: RunDirectory, logger: Any) -> TrainedRun:
+    """Return a finished run, as the latest one and as one that this flow uses."""
+    logger.info("training: run %s is finished and up to date, skipped", run.path.name)
+    mark_used(run.path)
+    runs.point_latest(run.path)
+    skipped = _trained_run(run, "skipped")
+    _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
+    return skipped
 
 
 def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None:
@@ -260,24 +269,38 @@ def _ignored_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked_directory(run: RunDirectory) -> Iterator[None]:
-    """Hold the lock of a run directory, so that one process at a time trains it.
+    """Make a run directory and hold its lock, so that one process at a time trains it.
 
     Raises:
         UserError: another process holds it.
     """
-    with (run.path / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "?"
-            raise UserError(
-                f"run {run.path} is being trained by process {pid}; wait for it or stop it"
-            ) from None
+    while (lock := _lock_of(run)) is None:
+        pass
+    with lock:
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         yield
+
+
+def _lock_of(run: RunDirectory) -> TextIO | None:
+    """Return the locked file of a run, or None where its last holder has removed the directory meanwhile."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as closing:
+        try:
+            lock = closing.enter_context((run.path / ".lock").open("a+"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(lock.fileno()), (run.path / ".lock").stat())
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise UserError(f"run {run.path} is being trained by {holder}; wait for it or stop it") from None
+        if not is_current:
+            return None
+        closing.pop_all()
+        return lock
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
-from dflash_core.files import content_digest, write_json
+from dflash_core.files import complete_file, content_digest, temporary_name, write_json
 from tasks.storage.file_digests import FileDigests
 
 # Characters of the run key in the name of a run's directory.
@@ -134,22 +134,37 @@ def point_latest(directory: Path) -> str | None:
     """Make `latest`, next to a directory, a relative link to it by one rename; return its previous target."""
     link = directory.parent / "latest"
     previous = os.readlink(link) if link.is_symlink() else None
-    temporary = link.with_name(f".latest.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(directory.name)
-    os.replace(temporary, link)
+    with complete_file(link) as temporary:
+        temporary.symlink_to(directory.name)
     return previous
 
 
+def empty(run: RunDirectory) -> None:
+    """Remove everything of a run but its lock, which the caller holds."""
+    for path in run.path.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
 def discard(run: RunDirectory, previous: str | None) -> None:
-    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again."""
+    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again.
+
+    Only the process that holds the lock of the run may call it.
+    """
     if run.has_checkpoint:
         return
-    shutil.rmtree(run.path, ignore_errors=True)
     link = run.path.parent / "latest"
-    link.unlink(missing_ok=True)
-    if previous is not None and (run.path.parent / previous).is_dir():
-        link.symlink_to(previous)
+    # Another flow may have started another run meanwhile.
+    if link.is_symlink() and os.readlink(link) == run.path.name:
+        if previous is not None and (link.parent / previous).is_dir():
+            point_latest(link.parent / previous)
+        else:
+            link.unlink(missing_ok=True)
+    hidden = temporary_name(run.path)
+    run.path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:

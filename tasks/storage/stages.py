@@ -28,6 +28,7 @@ from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
+from tasks.storage.live_runs import mark_used
 
 POINTER = "pointer.json"
 # Number of cached task runs of one stage that a flow run shows.
@@ -52,6 +53,12 @@ def read_complete(directory: Path) -> dict[str, Any] | None:
     except (OSError, json.JSONDecodeError):
         return None
     return pointer if all((directory / name).exists() for name in pointer["files"]) else None
+
+
+def claim(directory: Path) -> dict[str, Any] | None:
+    """Return `read_complete`, and mark the directory as used by this flow run."""
+    mark_used(directory)
+    return read_complete(directory)
 
 
 class Stage:
@@ -139,7 +146,7 @@ class Stage:
         self, storage_root: Path, inputs: dict[str, Any], *, refresh: bool, submitted: bool
     ) -> Any:
         """Return the task as it has to run now; each variant is made once, for making a task is slow."""
-        is_stale = refresh or read_complete(self.directory(storage_root, inputs)) is None
+        is_stale = refresh or claim(self.directory(storage_root, inputs)) is None
         results = storage_root.resolve() / "prefect" / "storage"
         variant = (is_stale, submitted, results)
         if variant not in self._configured:
@@ -186,7 +193,7 @@ class Stage:
         if not refresh:
             for i, call in enumerate(calls):
                 inputs = {name: value for name, value in call.items() if name not in ("label", "after")}
-                if (pointer := read_complete(self.directory(storage_root, inputs))) is not None:
+                if (pointer := claim(self.directory(storage_root, inputs))) is not None:
                     up_to_date[i] = pointer
         if len(up_to_date) <= SHOWN_CACHED:
             up_to_date.clear()
@@ -224,9 +231,14 @@ class Stage:
         """
         del label, after
         directory = Path(storage_root) / "store" / self.name / key
-        if not refresh and (pointer := read_complete(directory)) is not None:
+        if not refresh and (pointer := claim(directory)) is not None:
             return pointer
-        with publish_directory(directory) as out:
+
+        def is_made() -> bool:
+            # Another flow, which was asked for the same, was faster.
+            return not refresh and claim(directory) is not None
+
+        with publish_directory(directory, is_kept=is_made) as out:
             summary = self.write(out, **inputs)
             pointer = {
                 "stage": self.name,
@@ -237,7 +249,7 @@ class Stage:
                 **summary,
             }
             write_json(out / POINTER, pointer)
-        return pointer
+        return read_complete(directory) or pointer
 
 
 STAGES: dict[str, Stage] = {}
