@@ -7,7 +7,7 @@ from flows.runtime import cli
 if __name__ == "__main__":
     sys.exit(cli.main("prune"))
 
-from prefect import get_run_logger
+from prefect import get_run_logger, runtime
 
 from dflash_core.config import RunConfig
 from flows.runtime.deployments import PruneOptions
@@ -23,15 +23,18 @@ def prune(config: RunConfig, options: PruneOptions) -> dict[str, object]:
     """Return the removable or removed directories and their size in bytes."""
     root = root_of(config)
     protected = mlflow_client.registered_run_directories(config) if options.keep_runs is not None else set()
-    removable = pruning.find_removable(root, keep_runs=options.keep_runs, protected_runs=protected)
+    own = str(runtime.flow_run.id)
+    removable = pruning.find_removable(
+        root, keep_runs=options.keep_runs, protected_runs=protected, flow_run_id=own
+    )
     if options.remove:
-        removable = pruning.remove(root, removable)
+        removable = pruning.remove(root, removable, flow_run_id=own)
     names = [str(item.path.relative_to(root)) for item in removable]
     num_bytes = sum(item.num_bytes for item in removable)
     sizes = (f"{item.num_bytes / 1e6:,.1f} MB, {item.reason}" for item in removable)
     rows = list(zip(names, sizes))
     tables.print_table("removed" if options.remove else "can be removed", rows)
-    for live in live_runs(root):
+    for live in live_runs(root, besides=own):
         get_run_logger().info(
             "prune: what %s may use is kept; its note is %s", live.description, live.note.relative_to(root)
         )

@@ -63,7 +63,12 @@ def referenced(root: Path, runs: Iterable[Path]) -> set[Path]:
 
 
 def find_removable(
-    root: Path, *, keep_runs: int | None, protected_runs: set[Path], now: float | None = None
+    root: Path,
+    *,
+    keep_runs: int | None,
+    protected_runs: set[Path],
+    flow_run_id: str = "",
+    now: float | None = None,
 ) -> list[Removable]:
     """Return old runs (only where `keep_runs` is given), then stage outputs that no kept run refers to.
 
@@ -71,10 +76,11 @@ def find_removable(
         root: the storage root.
         keep_runs: newest runs to keep of each deployment; None: all.
         protected_runs: runs kept in any case, because something outside refers to them.
+        flow_run_id: of the flow that removes; what other live runs may use is left out.
         now: seconds since 1970, for tests.
     """
     root, now = root.resolve(), time.time() if now is None else now
-    runs, live = run_directories(root), live_runs(root)
+    runs, live = run_directories(root), live_runs(root, besides=flow_run_id)
     old = [] if keep_runs is None else _old_runs(runs, keep_runs, protected_runs)
     old = [run for run in old if not may_be_used(run, live)]
     used = referenced(root, [run for run in runs if run not in old])
@@ -102,22 +108,27 @@ def _old_runs(runs: list[Path], keep_runs: int, protected_runs: set[Path]) -> li
     return old
 
 
-def remove(root: Path, removable: Iterable[Removable]) -> list[Removable]:
+def remove(root: Path, removable: Iterable[Removable], *, flow_run_id: str = "") -> list[Removable]:
     """Remove the directories, and return those that were removed.
 
     Each gets a hidden name first, so that a partial one never looks complete. A flow that has started since
     the directories were found may have marked one meanwhile: it gets its name back.
     """
-    removed = []
+    removed: list[Removable] = []
+    kept: set[Path] = set()
     for item in removable:
+        if item.path in kept:
+            continue
         hidden = temporary_name(item.path)
         try:
             item.path.rename(hidden)
         except FileNotFoundError:
             continue
-        if may_be_used(hidden, live_runs(root)):
+        if may_be_used(hidden, live_runs(root, besides=flow_run_id)):
             with contextlib.suppress(OSError):
                 os.rename(hidden, item.path)
+                if (item.path / "run.json").exists():
+                    kept |= referenced(root, [item.path])
                 continue
         shutil.rmtree(hidden)
         removed.append(item)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +57,8 @@ def remove_all_leftovers(storage_root: Path) -> None:
                 remove_leftovers(directory)
 
 
-def live_runs(storage_root: Path) -> list[LiveRun]:
-    """Return the flow runs of other processes that live, oldest first; notes of dead ones are removed."""
+def live_runs(storage_root: Path, *, besides: str = "") -> list[LiveRun]:
+    """Return the flow runs that live, oldest first, besides one with this id; remove notes of dead ones."""
     found = []
     for path in (storage_root / "live").glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
@@ -67,13 +66,12 @@ def live_runs(storage_root: Path) -> list[LiveRun]:
             try:
                 note = json.loads(path.read_text(encoding="utf-8"))
                 description = f"{note['flow']}, process {note['pid']} on {note['host']}"
-                is_own = note["host"] == socket.gethostname() and note["pid"] == os.getpid()
                 is_dead = is_gone(note)
-            except (ValueError, KeyError):
-                description, is_own, is_dead = "unreadable note", False, False
+            except (ValueError, KeyError, TypeError):
+                description, is_dead = "an unknown flow", False
             if is_dead:
                 path.unlink(missing_ok=True)
-            elif not is_own:
+            elif path.stem != besides:
                 found.append(LiveRun(path, since, description))
     return sorted(found, key=lambda run: run.since)
 
