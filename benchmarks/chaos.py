@@ -18,6 +18,7 @@ anything differed. The moments and victims follow from the seed, the fault and t
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +27,8 @@ from typing import Any
 
 from benchmarks.support import chaos_results
 from benchmarks.support.chaos_faults import FAULTS, Fault, database_of
-from benchmarks.support.chaos_scene import Ended, Scene
+from benchmarks.support.chaos_scene import Ended, Scene, send
+from benchmarks.support.chaos_served import SERVED, Served, served_round
 from benchmarks.support.command import parser, print_json
 
 # A fault strikes at most so many commands of a round.
@@ -42,8 +44,10 @@ class Chaos:
         self.root, self.seed = root, seed
         self.expected: dict[str, Any] = {}
         self.seconds = 0.0
-        self.rounds: dict[str, int] = dict.fromkeys(FAULTS, 0)
-        self.num_commands = 0
+        self.rounds: dict[str, int] = dict.fromkeys([*FAULTS, *SERVED], 0)
+        self.served: Served | None = None
+        self.struck: set[str] = set()
+        self.num_rounds = self.num_commands = 0
         self.failures: list[str] = []
 
     def run_undisturbed(self) -> None:
@@ -52,7 +56,10 @@ class Chaos:
         scene.make_inputs()
         scene.clear()
         started = time.monotonic()
-        ended = scene.end_of(scene.start())
+        try:
+            ended = scene.end_of(scene.start())
+        finally:
+            send(scene.of("all"), signal.SIGKILL)
         if ended.code or ended.complaint():
             sys.exit(f"the undisturbed run failed: {ended.output}{ended.errors}")
         self.seconds = time.monotonic() - started
@@ -74,24 +81,44 @@ class Chaos:
         """Run the pipeline under one fault until it succeeds, and look at what it leaves."""
         number = self.rounds[name]
         self.rounds[name] += 1
+        self.num_rounds += 1
+        self.struck.add(name)
         rng = random.Random(f"{self.seed} {name} {number}")
-        scene, fault = Scene(self.root), FAULTS[name]()
-        scene.clear()
-        fault.prepare(scene, rng)
         story: list[str] = []
         defects: list[str] = []
         try:
-            self._repeat(scene, fault, rng, story, defects)
-            defects += chaos_results.defects(scene.runs, scene.temporary, database_of(scene))
-            results = chaos_results.run_results(scene.runs)
-            defects += chaos_results.differences(results, self.expected)
+            (self._served_round if name in SERVED else self._round)(name, rng, story, defects)
         except Exception as error:
             defects.append(f"{type(error).__name__}: {error}")
-            for process in scene.of("all"):
-                process.kill()
-        finally:
-            fault.close(scene)
         self.report(name, number, story, defects)
+
+    def _round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
+        scene, fault = Scene(self.root), FAULTS[name]()
+        scene.clear()
+        fault.prepare(scene, rng)
+        try:
+            self._repeat(scene, fault, rng, story, defects)
+            self._compare(scene, database_of(scene), defects)
+        finally:
+            send(scene.of("all"), signal.SIGKILL)
+            fault.close(scene)
+
+    def _served_round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
+        if self.served is None:
+            self.served = Served(self.root)
+            self.served.__enter__()
+        for part, lines in zip((story, defects), served_round(self.served, name, rng, self.seconds)):
+            part += lines
+        self._compare(self.served.scene, self.served.scene.runs / "mlflow.db", defects)
+
+    def _compare(self, scene: Scene, database: Path, defects: list[str]) -> None:
+        defects += chaos_results.defects(scene.runs, scene.temporary, database)
+        defects += chaos_results.differences(chaos_results.run_results(scene.runs), self.expected)
+
+    def close(self) -> None:
+        """End the server and the worker."""
+        if self.served is not None:
+            self.served.__exit__()
 
     def _repeat(
         self, scene: Scene, fault: Fault, rng: random.Random, story: list[str], defects: list[str]
@@ -131,34 +158,40 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--minutes", type=float, default=60.0)
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--only", choices=sorted(FAULTS), nargs="+", default=list(FAULTS), metavar="FAULT")
+    arguments.add_argument(
+        "--only", choices=sorted([*FAULTS, *SERVED]), nargs="+", default=[*FAULTS, *SERVED], metavar="FAULT"
+    )
     arguments.add_argument("--round", type=int, help="one round of each fault, this one")
     arguments.add_argument("--directory", type=Path, help="keep the files here")
     given = arguments.parse_args()
+    # SIGTERM ends everything that was started as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     stop = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as temporary:
         root = (given.directory or Path(temporary)).resolve()
         root.mkdir(parents=True, exist_ok=True)
         chaos = Chaos(root, given.seed)
-        chaos.run_undisturbed()
-        order = list(given.only)
-        random.Random(given.seed).shuffle(order)
-        if given.round is not None:
-            chaos.rounds = dict.fromkeys(FAULTS, given.round)
-            for name in order:
-                chaos.round(name)
-        while given.round is None and time.monotonic() < stop:
-            for name in order:
-                if time.monotonic() < stop:
-                    chaos.round(name)
-    num_rounds = sum(chaos.rounds.values()) if given.round is None else len(order)
-    print(f"{num_rounds} faults, {chaos.num_commands} commands, {len(chaos.failures)} failures")
+        try:
+            chaos.run_undisturbed()
+            order = list(given.only)
+            random.Random(given.seed).shuffle(order)
+            if given.round is not None:
+                chaos.rounds = dict.fromkeys(chaos.rounds, given.round)
+            while time.monotonic() < stop:
+                for name in order:
+                    if time.monotonic() < stop:
+                        chaos.round(name)
+                if given.round is not None:
+                    break
+        finally:
+            chaos.close()
+    print(f"{chaos.num_rounds} faults, {chaos.num_commands} commands, {len(chaos.failures)} failures")
     print_json(
         {
             "seed": given.seed,
-            "faults": num_rounds,
+            "faults": chaos.num_rounds,
             "commands": chaos.num_commands,
-            "kinds": sum(1 for n in chaos.rounds.values() if n),
+            "kinds": len(chaos.struck),
             "undisturbed_seconds": round(chaos.seconds, 1),
             "failures": chaos.failures,
         }
