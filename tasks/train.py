@@ -11,13 +11,12 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from prefect import get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -123,7 +122,7 @@ def train(
     _log_changes(config, run, logger)
     if run.is_finished and not refresh:
         return _skip(config, run, logger)
-    with _locked_directory(run), _locked_accelerators(config, logger):
+    with runs.locked(run.path), _locked_accelerators(config, logger):
         # Another flow may have trained it between the look above and the lock.
         if run.is_finished and not refresh:
             return _skip(config, run, logger)
@@ -265,42 +264,6 @@ def _ignored_signals() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _locked_directory(run: RunDirectory) -> Iterator[None]:
-    """Make a run directory and hold its lock, so that one process at a time trains it.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    while (lock := _lock_of(run)) is None:
-        pass
-    with lock:
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-        yield
-
-
-def _lock_of(run: RunDirectory) -> TextIO | None:
-    """Return the locked file of a run, or None where its last holder has removed the directory meanwhile."""
-    run.path.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as closing:
-        try:
-            lock = closing.enter_context((run.path / ".lock").open("a+"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_current = os.path.samestat(os.fstat(lock.fileno()), (run.path / ".lock").stat())
-        except FileNotFoundError:
-            return None
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "another process"
-            raise UserError(f"run {run.path} is being trained by {holder}; wait for it or stop it") from None
-        if not is_current:
-            return None
-        closing.pop_all()
-        return lock
 
 
 @contextlib.contextmanager

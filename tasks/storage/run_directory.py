@@ -7,15 +7,20 @@ data meet the same directory: its training resumes, or is skipped when it is fin
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
+from dflash_core.errors import UserError
 from dflash_core.files import complete_file, content_digest, temporary_name, write_json
 from tasks.storage.file_digests import FileDigests
 
@@ -137,6 +142,42 @@ def point_latest(directory: Path) -> str | None:
     with complete_file(link) as temporary:
         temporary.symlink_to(directory.name)
     return previous
+
+
+@contextlib.contextmanager
+def locked(directory: Path, *, wait: bool = False) -> Iterator[None]:
+    """Make a run directory and hold its lock, so that one process at a time trains it or writes its report.
+
+    Raises:
+        UserError: another process holds it, and `wait` is False.
+    """
+    while (lock := _lock_of(directory, wait=wait)) is None:
+        pass
+    with lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def _lock_of(directory: Path, *, wait: bool) -> TextIO | None:
+    """Return the locked file of a run, or None where its last holder has removed the directory meanwhile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    with contextlib.ExitStack() as closing:
+        try:
+            lock = closing.enter_context(path.open("a+"))
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise UserError(f"run {directory} is in use by {holder}; wait for it or stop it") from None
+        closing.pop_all()
+        return lock
 
 
 def empty(run: RunDirectory) -> None:
