@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import locks
 from tasks.storage import run_directory as runs
 from tasks.storage.input_files import data_name
+from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import (
     Dataset,
     PlanPointer,
@@ -120,17 +120,15 @@ def train(
     run = runs.find_run(config, fields)
     _log_changes(config, run, logger)
     if run.is_finished and not refresh:
-        logger.info("training: run %s is finished and up to date, skipped", run.path.name)
-        runs.point_latest(run.path)
-        skipped = _trained_run(run, "skipped")
-        _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
-        return skipped
-    # A retry resumes, also where the first try was to train again from the start.
-    if refresh and run.path.exists() and (runtime.task_run.run_count or 1) == 1:
-        shutil.rmtree(run.path)
-    is_resumed = run.has_checkpoint
-    run.path.mkdir(parents=True, exist_ok=True)
-    with _locked_directory(run), _locked_accelerators(config, logger):
+        return _skip(config, run, logger)
+    with runs.locked(run.path), _locked_accelerators(config, logger):
+        # Another flow may have trained it between the look above and the lock.
+        if run.is_finished and not refresh:
+            return _skip(config, run, logger)
+        # A retry resumes, also where the first try was to train again from the start.
+        if refresh and (runtime.task_run.run_count or 1) == 1:
+            runs.empty(run)
+        is_resumed = run.has_checkpoint
         previous = runs.point_latest(run.path)
         kind, strategy = "resuming" if is_resumed else "new", config.batching.strategy
         steps = inputs["total_steps"]
@@ -141,6 +139,16 @@ def train(
             runs.discard(run, previous)
             raise
     return _trained_run(run, "resumed" if is_resumed else "trained")
+
+
+def _skip(config: RunConfig, run: RunDirectory, logger: Any) -> TrainedRun:
+    """Return a finished run, as the latest one and as one that this flow uses."""
+    logger.info("training: run %s is finished and up to date, skipped", run.path.name)
+    mark_used(run.path)
+    runs.point_latest(run.path)
+    skipped = _trained_run(run, "skipped")
+    _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
+    return skipped
 
 
 def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None:
@@ -256,28 +264,6 @@ def _ignored_signals() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _locked_directory(run: RunDirectory) -> Iterator[None]:
-    """Hold the lock of a run directory, so that one process at a time trains it.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    with (run.path / ".lock").open("a+") as lock:
-        try:
-            locks.lock(lock, wait=False)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "?"
-            raise UserError(
-                f"run {run.path} is being trained by process {pid}; wait for it or stop it"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
 
 
 @contextlib.contextmanager

@@ -210,9 +210,13 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         module = importlib.import_module(deployments.module_of(flow_name))
         flow = getattr(module, deployments.function_of(flow_name))
         _set_up_logging(log_path, embedded=server is not None)
+        from flows.runtime.crashed_runs import report_crashed_runs
+        from flows.runtime.entry import run_resolved
+
         if server is not None:
             server.wait()
-        from flows.runtime.entry import run_resolved
+            # A worker does this with another server.
+            report_crashed_runs()
 
         run_resolved(flow, config, options)
     except (UserError, KeyboardInterrupt):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dflash_core.databases import check_database
 from dflash_core.errors import UserError
+from dflash_core.launch.stop_signal import end_with_parent, known_parent
 
 # An idle machine needs 10 to 15.
 STARTUP_SECONDS = 300.0
@@ -59,7 +60,8 @@ class EmbeddedServer:
                 raise UserError(f"port {self.port}: {error.strerror}; allowed: a free port") from error
             port = probe.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}/api"
-        environment = {**os.environ, "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
+        environment = {**os.environ, **known_parent()}
+        environment |= {"PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
         if self.port is None:
             environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
         with self.log_path.open("ab") as log:
@@ -130,9 +132,7 @@ def _send_pending() -> None:
 
 def serve(port: int) -> None:
     """Run the server in this process until SIGTERM or the end of the parent."""
-    from dflash_core.launch.stop_signal import end_with_parent
-
-    end_with_parent()
+    end_with_parent(STOP_SECONDS)
     import uvicorn
     from prefect.server.api.server import create_app
 

@@ -14,6 +14,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, runtime
@@ -30,6 +31,7 @@ from flows.runtime.task_runners import task_runner
 from tasks.reporting.mlflow_client import adopt_artifacts
 from tasks.reporting.mlflow_run import close_runs_of_flow
 from tasks.storage.input_files import check_files, data_name
+from tasks.storage.live_runs import live_note
 
 Settings = tuple[RunConfig, FlowOptions]
 _resolved: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("resolved_settings", default=None)
@@ -96,7 +98,8 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
             config, options = _settings(name, flow_run_id)
             check_files(config)
             adopt_artifacts(config)
-            with process_note(flow_run_id), task_runner(config):
+            root = Path(config.storage_root).expanduser().resolve()
+            with process_note(flow_run_id), live_note(root, flow_run_id, name), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)

@@ -25,8 +25,8 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.files import write_json
+from dflash_core.processes import is_gone, this_process
 from tasks.reporting.mlflow_client import log, open_client, record_run, recorded_run, tracking_uri
-from tasks.storage.process_notes import is_gone, this_process
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 15.0
 # Number of metrics that MLflow accepts in one call.

@@ -7,18 +7,21 @@ data meet the same directory: its training resumes, or is skipped when it is fin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
 from dflash_core.errors import UserError
-from dflash_core.files import content_digest, write_json
+from dflash_core.files import complete_file, content_digest, temporary_name, write_json
+from tasks.storage import locks
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.provenance import resume_remarks, training_provenance
 
@@ -156,22 +159,73 @@ def point_latest(directory: Path) -> str | None:
     """Make `latest`, next to a directory, a relative link to it by one rename; return its previous target."""
     link = directory.parent / "latest"
     previous = os.readlink(link) if link.is_symlink() else None
-    temporary = link.with_name(f".latest.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(directory.name)
-    os.replace(temporary, link)
+    with complete_file(link) as temporary:
+        temporary.symlink_to(directory.name)
     return previous
 
 
+@contextlib.contextmanager
+def locked(directory: Path, *, wait: bool = False) -> Iterator[None]:
+    """Make a run directory and hold its lock, so that one process at a time trains it or writes its report.
+
+    Raises:
+        UserError: another process holds it, and `wait` is False.
+    """
+    while (lock := _lock_of(directory, wait=wait)) is None:
+        pass
+    with lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def _lock_of(directory: Path, *, wait: bool) -> TextIO | None:
+    """Return the locked file of a run, or None where its last holder has removed the directory meanwhile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    with contextlib.ExitStack() as closing:
+        try:
+            lock = closing.enter_context(path.open("a+"))
+            locks.lock(lock, wait=wait)
+            if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise UserError(f"run {directory} is in use by {holder}; wait for it or stop it") from None
+        closing.pop_all()
+        return lock
+
+
+def empty(run: RunDirectory) -> None:
+    """Remove everything of a run but its lock, which the caller holds."""
+    for path in run.path.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
 def discard(run: RunDirectory, previous: str | None) -> None:
-    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again."""
+    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again.
+
+    Only the process that holds the lock of the run may call it.
+    """
     if run.has_checkpoint:
         return
-    shutil.rmtree(run.path, ignore_errors=True)
     link = run.path.parent / "latest"
-    link.unlink(missing_ok=True)
-    if previous is not None and (run.path.parent / previous).is_dir():
-        link.symlink_to(previous)
+    # Another flow may have started another run meanwhile.
+    if link.is_symlink() and os.readlink(link) == run.path.name:
+        if previous is not None and (link.parent / previous).is_dir():
+            point_latest(link.parent / previous)
+        else:
+            link.unlink(missing_ok=True)
+    hidden = temporary_name(run.path)
+    run.path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:

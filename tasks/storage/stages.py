@@ -30,7 +30,8 @@ from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
-from tasks.storage.pointers import POINTER, read_pointer
+from tasks.storage.live_runs import mark_used
+from tasks.storage.pointers import POINTER, read_complete, read_pointer
 from tasks.storage.provenance import changed_versions, minor_versions, versions
 
 # Number of cached task runs of one stage that a flow run shows.
@@ -277,7 +278,12 @@ class Stage:
         directory = Path(storage_root) / "store" / self.name / key
         if not refresh and (pointer := self._read(directory)) is not None:
             return pointer
-        with publish_directory(directory) as out:
+
+        def is_made() -> bool:
+            # Another flow, which was asked for the same, was faster.
+            return not refresh and self._read(directory) is not None
+
+        with publish_directory(directory, is_kept=is_made) as out:
             summary = self.write(out, **inputs)
             pointer = {
                 "stage": self.name,
@@ -293,10 +299,14 @@ class Stage:
                 **summary,
             }
             write_json(out / POINTER, pointer)
-        return pointer
+        return read_complete(directory) or pointer
 
     def _read(self, directory: Path) -> dict[str, Any] | None:
-        """Return the pointer of outputs that are complete, else None; remark on damage and other versions."""
+        """Return the pointer of outputs that are complete, else None; remark on damage and other versions.
+
+        Marks the directory as used by this flow run.
+        """
+        mark_used(directory)
         pointer = read_pointer(directory)
         if isinstance(pointer, str):
             if directory.exists():

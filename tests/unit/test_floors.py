@@ -15,7 +15,7 @@ HEAVY = {"prefect", "mlflow", "duckdb"}
 # Each floor imports from the floors above it in this list, never from its own or a later one.
 FLOORS = [
     # the table of strategies is data that the settings read, so it lies below the room that it describes
-    {"dflash_core.errors", "dflash_core.batching.strategies"},
+    {"dflash_core.errors", "dflash_core.processes", "dflash_core.batching.strategies"},
     {
         "dflash_core.files",
         "dflash_core.databases",

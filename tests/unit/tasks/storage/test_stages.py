@@ -222,3 +222,33 @@ def test_many_stale_outputs_are_made_in_few_tasks(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(stages, "get_run_logger", lambda: logging.getLogger("test"))
     assert stage.map(tmp_path, calls) == expected
     assert groups == [("repeat 1 to 4 of 7", [0, 1, 3]), ("repeat 5 to 7 of 7", [4, 5, 6])]
+
+
+def test_a_stage_that_two_flows_make_at_once_is_that_of_the_first(tmp_path: Path) -> None:
+    """Both write the same stage; the slower one finds the other's outputs and leaves them as they are."""
+    numbers = iter((1, 2))
+    own = make()
+
+    def counted(out: Path, **inputs: object) -> dict:
+        number = next(numbers)
+        if number == 1:
+            assert produce(own, tmp_path)["number"] == 2
+        (out / "text").write_text(str(number))
+        return {"number": number}
+
+    own.function = counted
+    assert produce(own, tmp_path)["number"] == 2
+    directory = own.directory(tmp_path, INPUTS)
+    assert (directory / "text").read_text() == "2"
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_a_damaged_entry_and_a_refreshed_one_are_replaced(tmp_path: Path) -> None:
+    directory = make().directory(tmp_path, INPUTS)
+    produce(make(), tmp_path)
+    (directory / "deep" / "text").unlink()
+    produce(make(), tmp_path)
+    assert (directory / "deep" / "text").exists()
+    (directory / "deep" / "text").write_text("other")
+    produce(make(), tmp_path, refresh=True)
+    assert (directory / "deep" / "text").read_text() == "d1d1"
