@@ -87,8 +87,9 @@ def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -
         moved = f", before: {last.commit[:12]}" if last else ""
         licence = resolved.licence or _licence_of_card(name) or "none named"
         say(f"{text}: {len(targets)} files at commit {resolved.commit[:12]}{moved}; licence: {licence}")
-        record = {"name": text, "commit": resolved.commit, "files": resolved.files, "licence": licence}
-        record["sizes"] = {path: t.stat().st_size for path, t in zip(resolved.files, targets)}
+        sizes = {path: target.stat().st_size for path, target in zip(resolved.files, targets)}
+        record: dict[str, Any] = {"name": text, "commit": resolved.commit, "files": resolved.files}
+        record |= {"licence": licence, "sizes": sizes}
         write_json(_record_path(name, storage_root), record)
     return targets
 

@@ -240,7 +240,8 @@ class TokenStore:
 
     def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """Return tokens and masks of a part of a shard, views where all shards may stay mapped."""
-        tokens, masks = (array[start:end] for array in self._mapped(shard))
+        tokens, masks = self._mapped(shard)
+        tokens, masks = tokens[start:end], masks[start:end]
         return (tokens, masks) if len(self.shards) <= MOST_MAPPED else (tokens.copy(), masks.copy())
 
 

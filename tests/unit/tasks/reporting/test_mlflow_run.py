@@ -175,3 +175,9 @@ def test_a_flow_that_ends_early_closes_its_run(tmp_path: Path, closed: list, sta
     tracking.close_runs_of_flow(flow=None, flow_run=flow_run, state=state_of_flow)
     assert closed == [("u", "r", status)]
     assert not marker.exists()
+
+
+def test_a_data_set_of_many_files_stays_below_mlflows_limit() -> None:
+    shown = tracking._shown_files([f"{'x' * 300}-{i}" for i in range(100_000)])
+    assert shown["num_files"] == 100_000
+    assert len(json.dumps(shown)) < 65_535
