@@ -33,7 +33,7 @@ test: $(INSTALLED)  ## run the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder \
 		-m 'not long' tests
 
-test-long: $(INSTALLED)  ## run the long tests: operations, soak, fuzzing, cluster runners
+test-long: $(INSTALLED)  ## run the long tests: operations, soak, chaos, fuzzing, cluster runners
 	$(BIN)/python -m pytest -q -m long tests
 
 check: $(INSTALLED)  ## check lint, format and types

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from dflash_core.processes import start_of, this_process
+
+# Host, pid and start of the process that writes it, see `temporary_name`.
+_TEMPORARY = re.compile(r"\..*-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>[0-9a-f]{8})-[0-9a-f]{8}")
 
 
 def content_digest(value: Any) -> str:
@@ -50,7 +59,7 @@ def file_sha256(path: Path) -> str:
 @contextlib.contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path` that takes its name when the body succeeds, else vanishes."""
-    temporary = _temporary(path)
+    temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -65,38 +74,79 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def publish_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory next to `path` that takes its name, and its place, when the body succeeds.
+def publish_directory(path: Path, *, is_kept: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    """Yield an empty directory next to `path` that takes its name when the body succeeds, else vanishes.
 
-    Also removes the temporary directories next to `path` whose process was killed.
+    Also removes the temporary directories next to `path` whose process has ended.
+
+    Args:
+        path: a directory that is there already is replaced.
+        is_kept: return True to keep the one that is there, made by another process meanwhile.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path.parent)
-    temporary = _temporary(path)
+    # Once per process: the directory may hold 100,000 others.
+    _remove_leftovers_once(path.parent)
+    temporary = temporary_name(path)
     temporary.mkdir()
-    old = _temporary(path)
     try:
         yield temporary
-        if path.exists():
-            # A directory cannot be renamed over one that holds files.
-            os.replace(path, old)
-        os.replace(temporary, path)
+        while not _take_place(temporary, path):
+            if is_kept():
+                break
+            _move_away(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name[:12]}-{os.getpid()}-{secrets.token_hex(4)}")
+def _take_place(directory: Path, path: Path) -> bool:
+    """Rename a directory unless another one with files has that name; return whether it was renamed."""
+    try:
+        os.rename(directory, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
-def _remove_leftovers(directory: Path) -> None:
-    for leftover in directory.glob(".*-*-*"):
-        pid = leftover.name.split("-")[-2]
-        if (
-            pid.isdigit()
-            and leftover.is_dir()
-            and Path("/proc/self").exists()
-            and not Path(f"/proc/{pid}").exists()
-        ):
+def _move_away(path: Path) -> None:
+    old = temporary_name(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a new hidden name next to `path` that names this process; see `remove_leftovers`."""
+    process = this_process()
+    owner = f"{_tag(process['host'])}-{process['pid']}-{_tag(process['started'])}"
+    return path.with_name(f".{path.name[:12]}-{owner}-{secrets.token_hex(4)}")
+
+
+def _tag(text: str | None) -> str:
+    return bytes_digest(str(text).encode())[:8]
+
+
+@functools.lru_cache(maxsize=1024)
+def _remove_leftovers_once(directory: Path) -> None:
+    remove_leftovers(directory)
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Remove and return the temporary files and directories in a directory whose process has ended.
+
+    Those of other machines stay, since their processes cannot be checked from here.
+    """
+    removed = []
+    for leftover in directory.glob(".*-*-*-*-*"):
+        match = _TEMPORARY.fullmatch(leftover.name)
+        if match is None or match["host"] != _tag(socket.gethostname()):
+            continue
+        if _tag(start_of(int(match["pid"]))) == match["started"]:
+            continue
+        if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+        removed.append(leftover)
+    return removed

@@ -56,6 +56,7 @@ def machine() -> str:
     sources=("dflash_core.batching.cost",),
     key_only=("machine", "target_fingerprint", "dataset_digest"),
     locations=("where",),
+    libraries=("torch", "transformers"),
 )
 def calibrate(out: Path, *, settings: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
     """Write calibration.json: measured seconds of a few microbatches, and the constants of the cost model."""

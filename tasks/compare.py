@@ -18,7 +18,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash_core import run_statistics
 from dflash_core.config import RunConfig
-from dflash_core.files import content_digest, write_json
+from dflash_core.files import complete_file, content_digest, publish_directory, write_json
 from dflash_core.run_statistics import RunMetrics
 from tasks import report
 from tasks.plans import Lengths, lengths_of, load_plan
@@ -145,10 +145,11 @@ def write_comparison(
     }
     key = content_digest(sorted(r.trained["key"] for r in results))
     directory = Path(config.storage_root).resolve() / config.deployment / f"comparison-{key[:12]}"
-    (directory / "plots").mkdir(parents=True, exist_ok=True)
-    draw(comparison, metrics, directory / "plots")
+    with publish_directory(directory / "plots") as plots:
+        draw(comparison, metrics, plots)
     text = to_markdown(comparison)
-    (directory / "report.md").write_text(text, encoding="utf-8")
+    with complete_file(directory / "report.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
     write_json(directory / "report.json", comparison)
     runs.point_latest(directory)
     artifacts.page("report", config.deployment, text, directory, comparison["recommendation"])

@@ -49,6 +49,8 @@ def prompt_set_digests(
     ),
     key_only=("drafter_digest", "target_fingerprint", "prompt_rules"),
     locations=("where",),
+    # A measurement: figures that are compared come from the same versions.
+    libraries=("torch", "transformers", "tokenizers", "jinja2"),
 )
 def evaluate_drafter(
     out: Path,

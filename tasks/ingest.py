@@ -77,6 +77,8 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
     sources=("dflash_core.data.ingest", "dflash_core.anchors"),
     key_only=("source_name", "tokenizer_fingerprint"),
     locations=("path", "data", "target_directory", "trust_remote_code"),
+    # Templates are rendered by jinja2. What numpy and pyarrow write is a matter of this project's formats.
+    libraries=("transformers", "tokenizers", "jinja2"),
     **RETRY_IO,
 )
 def ingest(

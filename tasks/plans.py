@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import BatchingConfig, RunConfig, to_dict
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
 COMPARED_EPOCHS = 2
 
 
+# Sources that the mixing metrics tell apart.
+SHOWN_SOURCES = 1000
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Lengths and other figures of the training samples, in the store's order."""
 
     lengths: np.ndarray  # int32 [N]
     draft_slots: np.ndarray  # int32 [N]
-    source_id: np.ndarray  # int16 [N]
+    # int16 [N], as `pooled_sources` returns it
+    source_id: np.ndarray
     num_supervised: np.ndarray  # int32 [N]
 
     @property
@@ -52,9 +58,22 @@ def read_lengths(
     return Lengths(
         lengths=store.lengths[rows],
         draft_slots=draft_slots(store.num_eligible[rows], num_anchors=num_anchors, block_size=block_size),
-        source_id=store.source_id[rows],
+        source_id=pooled_sources(store.source_id[rows]),
         num_supervised=store.num_supervised[rows],
     )
+
+
+def pooled_sources(source_id: NDArray[np.int32]) -> NDArray[np.int16]:
+    """Return sources as int16; beyond `SHOWN_SOURCES` the smallest ones count as one together.
+
+    Mixing by source takes a table of sources and microbatches, which 100,000 files would make too large.
+    """
+    counts = np.bincount(source_id)
+    if len(counts) <= SHOWN_SOURCES:
+        return source_id.astype(np.int16)
+    ranks = np.empty(len(counts), np.int32)
+    ranks[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    return np.minimum(ranks, SHOWN_SOURCES - 1)[source_id].astype(np.int16)
 
 
 def lengths_of(config: RunConfig, shards: Sequence[str]) -> Lengths:

@@ -34,6 +34,8 @@ _loaded: dict[tuple[str, ...], Any] = {}
     ),
     key_only=("rules", "sampling"),
     locations=("where",),
+    libraries=("torch", "transformers", "tokenizers", "jinja2"),
+    is_costly=True,
     # A large file takes days; requests have limits, and answers are kept.
     timeout_seconds=None,
     **RETRY_IO,

@@ -13,7 +13,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig
-from dflash_core.files import content_digest, write_json
+from dflash_core.files import complete_file, content_digest, publish_directory, write_json
 from tasks.reporting import mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.report_tables import PLAN_FIGURES, summary_rows, to_markdown
@@ -27,7 +27,7 @@ from tasks.storage.pointers import (
     TrainedRun,
     root_of,
 )
-from tasks.storage.run_directory import read_metrics
+from tasks.storage.run_directory import locked, read_metrics
 from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 TRAIN_FIGURES = (
@@ -147,7 +147,8 @@ def add_serve_check(run_dir: Path, result: Mapping[str, Any]) -> None:
     path = run_dir / "report.json"
     if path.exists():
         report = json.loads(path.read_text(encoding="utf-8")) | {"serve_check": dict(result)}
-        (run_dir / "report.md").write_text(to_markdown(report), encoding="utf-8")
+        with complete_file(run_dir / "report.md") as temporary:
+            temporary.write_text(to_markdown(report), encoding="utf-8")
         write_json(path, report)
 
 
@@ -207,24 +208,44 @@ def write_report(
         evaluation=evaluated["evaluation"],
     )
     text = to_markdown(report)
+    # Another flow may have been asked for the same run.
+    with locked(run_dir, wait=True):
+        is_new = _publish(config, report, text, run_dir=run_dir, edges_directory=Path(edges_directory))
+    if not is_new:
+        get_run_logger().info("report: up to date, %s", run_dir / "report.md")
+    artifacts.page("report", config.deployment, text, run_dir, "report of the run")
+    return report
+
+
+def _publish(
+    config: RunConfig, report: dict[str, Any], text: str, *, run_dir: Path, edges_directory: Path
+) -> bool:
+    """Write the report and its plots and send them to MLflow; return False where that was done before."""
     # Written once MLflow has the report, so that one that failed half-way is sent again.
     published, digest = run_dir / "published.json", {"report": content_digest(json.dumps(report))}
-    if published.exists() and json.loads(published.read_text(encoding="utf-8")) == digest:
-        get_run_logger().info("report: up to date, %s", run_dir / "report.md")
-        artifacts.page("report", config.deployment, text, run_dir, "report of the run")
-        return report
-    draw_plots(report, run_dir, Path(edges_directory))
-    (run_dir / "report.md").write_text(text, encoding="utf-8")
+    if _is(published, digest):
+        return False
+    draw_plots(report, run_dir, edges_directory)
+    with complete_file(run_dir / "report.md") as temporary:
+        temporary.write_text(text, encoding="utf-8")
     write_json(run_dir / "report.json", report)
-    artifacts.page("report", config.deployment, text, run_dir, "report of the run")
     _publish_to_mlflow(config, report, run_dir)
     write_json(published, digest)
-    return report
+    return True
+
+
+def _is(path: Path, contents: Mapping[str, Any]) -> bool:
+    """Return True if a file holds this JSON; a damaged one does not."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8")) == contents)
+    except (OSError, ValueError):
+        return False
 
 
 def _publish_to_mlflow(config: RunConfig, report: Mapping[str, Any], run_dir: Path) -> None:
     """Send the final metrics and the run's files, and register the drafter."""
-    run_id = report["mlflow_run_id"]
+    # A run that MLflow has lost, with its database or by hand, is made anew.
+    run_id = mlflow_client.run_of_directory(config, run_dir, f"{report['strategy']}-{config.deployment}")
     files = [(run_dir / name, None) for name in ("report.md", "report.json", "run.json")]
     mlflow_client.log_summary(
         config,
@@ -278,15 +299,19 @@ def acceptance_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def draw_plots(report: Mapping[str, Any], run_dir: Path, edges_directory: Path) -> None:
     """Draw all plots of the report into `plots/`; those of the edges are copied."""
+    with publish_directory(run_dir / "plots") as directory:
+        _draw(report, read_metrics(run_dir), directory, edges_directory)
+
+
+def _draw(
+    report: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], directory: Path, edges_directory: Path
+) -> None:
     from tasks.reporting import plots
 
-    directory = run_dir / "plots"
-    directory.mkdir(exist_ok=True)
     for name in ("lengths.png", "efficiency.png"):
         shutil.copyfile(edges_directory / name, directory / name)
     efficiency = {strategy: figures["padding_efficiency"] for strategy, figures in report["plans"].items()}
     plots.efficiency_by_strategy(directory / "efficiency_by_strategy.png", efficiency)
-    lines = read_metrics(run_dir)
     series = {
         label: metric_series(lines, f"{name}/loss")
         for label, name in (("training", "train"), ("validation", "validation"))

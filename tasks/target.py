@@ -56,7 +56,16 @@ def tokenizer_fingerprint(directory: Path) -> str:
     return bytes_digest(*(f"{name}\0".encode() + (directory / name).read_bytes() for name in names))
 
 
-@stage("target", version=2, sources=("dflash_core.target.materialise",), locations=("name",), **RETRY_IO)
+@stage(
+    "target",
+    version=2,
+    sources=("dflash_core.target.materialise",),
+    locations=("name",),
+    # Another fingerprint would be another target to every stage and run that follows.
+    libraries=("transformers",),
+    is_costly=True,
+    **RETRY_IO,
+)
 def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dict[str, Any]:
     """Write the model into `out/model`."""
     from dflash_core.target.materialise import materialise

@@ -7,10 +7,7 @@ result (`tasks.storage.run_directory`), so the task does not use Prefect's cache
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -31,8 +28,10 @@ from tasks.report import dataset_figures
 from tasks.reporting import mlflow_client
 from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
+from tasks.storage import locks
 from tasks.storage import run_directory as runs
 from tasks.storage.input_files import data_name
+from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import (
     Dataset,
     PlanPointer,
@@ -121,17 +120,15 @@ def train(
     run = runs.find_run(config, fields)
     _log_changes(config, run, logger)
     if run.is_finished and not refresh:
-        logger.info("training: run %s is finished and up to date, skipped", run.path.name)
-        runs.point_latest(run.path)
-        skipped = _trained_run(run, "skipped")
-        _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
-        return skipped
-    # A retry resumes, also where the first try was to train again from the start.
-    if refresh and run.path.exists() and (runtime.task_run.run_count or 1) == 1:
-        shutil.rmtree(run.path)
-    is_resumed = run.has_checkpoint
-    run.path.mkdir(parents=True, exist_ok=True)
-    with _locked_directory(run), _locked_accelerators(config, logger):
+        return _skip(config, run, logger)
+    with runs.locked(run.path), _locked_accelerators(config, logger):
+        # Another flow may have trained it between the look above and the lock.
+        if run.is_finished and not refresh:
+            return _skip(config, run, logger)
+        # A retry resumes, also where the first try was to train again from the start.
+        if refresh and (runtime.task_run.run_count or 1) == 1:
+            runs.empty(run)
+        is_resumed = run.has_checkpoint
         previous = runs.point_latest(run.path)
         kind, strategy = "resuming" if is_resumed else "new", config.batching.strategy
         steps = inputs["total_steps"]
@@ -144,6 +141,16 @@ def train(
     return _trained_run(run, "resumed" if is_resumed else "trained")
 
 
+def _skip(config: RunConfig, run: RunDirectory, logger: Any) -> TrainedRun:
+    """Return a finished run, as the latest one and as one that this flow uses."""
+    logger.info("training: run %s is finished and up to date, skipped", run.path.name)
+    mark_used(run.path)
+    runs.point_latest(run.path)
+    skipped = _trained_run(run, "skipped")
+    _link_mlflow(config, skipped["experiment_id"], skipped["mlflow_run_id"])
+    return skipped
+
+
 def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None:
     """Launch the training and record it; the MLflow run is closed however the training ends."""
     from dflash_core.launch.launcher import launch, stop
@@ -151,7 +158,9 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     total_steps = inputs["total_steps"]
     tracker = _open_tracker(config, run, inputs)
     paths = {"run": str(run.path)} | {name: inputs[name] for name in ("target", "shards", "plans")}
-    runs.write_run(run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id)
+    remarks = runs.write_run(run, config, paths, total_steps=total_steps, mlflow_run_id=tracker.run_id)
+    for remark in remarks:
+        get_run_logger().warning("training: run %s %s", run.path.name, remark)
     _link_mlflow(config, tracker.experiment_id, tracker.run_id)
     progress = _ProgressArtifact(config.deployment, total_steps)
     status = "FAILED"
@@ -196,13 +205,12 @@ def _open_tracker(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) 
 
 
 def _trained_run(run: RunDirectory, status: str) -> TrainedRun:
-    recorded = json.loads((run.path / "mlflow.json").read_text(encoding="utf-8"))
-    summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+    recorded = runs.read_json(run.path / "mlflow.json")
     return {
         "status": status,
         "run_dir": str(run.path),
         "key": run.key,
-        "summary": summary,
+        "summary": runs.read_json(run.path / "summary.json"),
         "mlflow_run_id": recorded["run_id"],
         "experiment_id": recorded["experiment_id"],
     }
@@ -259,28 +267,6 @@ def _ignored_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked_directory(run: RunDirectory) -> Iterator[None]:
-    """Hold the lock of a run directory, so that one process at a time trains it.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    with (run.path / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            pid = lock.read().strip() or "?"
-            raise UserError(
-                f"run {run.path} is being trained by process {pid}; wait for it or stop it"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
-
-
-@contextlib.contextmanager
 def _locked_accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
     """Hold the lock of this machine's GPUs: one training at a time, with or without a server."""
     if config.training.device == "cpu" or not list(Path("/dev").glob("nvidia[0-9]*")):
@@ -288,8 +274,8 @@ def _locked_accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
         return
     with (Path(tempfile.gettempdir()) / f"dflash-accelerators-{os.getuid()}.lock").open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.lock(lock, wait=False)
         except BlockingIOError:
             logger.warning("training: another training holds this machine's GPUs; waiting for it to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            locks.lock(lock, wait=True)
         yield

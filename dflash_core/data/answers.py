@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 from collections import deque
@@ -11,9 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_core.data.chat import Rejection
+from dflash_core.databases import check_database, database_errors
 
 # Finish reason of an answer that was cut at the token limit.
 LENGTH = "length"
+# Next step where the database of answers is damaged.
+REMEDY = (
+    "restore it from a copy, save what can be read (`sqlite3 FILE .recover`), or remove it: prompts whose "
+    "files are not finished are then answered again"
+)
 
 Message = dict[str, Any]
 
@@ -62,20 +69,29 @@ class AnswerCache:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None)
-        self._database.execute(
-            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)"
-        )
+        check_database(path, REMEDY)
+        self._errors = functools.partial(database_errors, path, REMEDY)
+        with self._errors():
+            self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+            )
 
     def get(self, key: str) -> Answer | None:
         """Return the answer stored under this key, or None."""
-        row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if row is None else Answer(**json.loads(row[0]))
+        with self._errors():
+            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        try:
+            return None if row is None else Answer(**json.loads(row[0]))
+        # A damaged answer is asked for again.
+        except (ValueError, TypeError):
+            return None
 
     def put(self, key: str, answer: Answer) -> None:
         """Store an answer; it is on disk when this returns."""
         row = (key, json.dumps(asdict(answer)))
-        self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
+        with self._errors():
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 
     def close(self) -> None:
         self._database.close()

@@ -79,14 +79,17 @@ def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -
     if resolved.is_recorded:
         say(f"{text}: no network; commit {resolved.commit[:12]} of the last run is used")
         return targets
+    sizes = _recorded_sizes(name, storage_root, resolved.commit)
     for path, target in zip(resolved.files, targets):
-        if not target.is_file():
+        if not _is_whole(target, sizes.get(path)):
             _download(name, resolved, path, target, storage_root)
-    if last is None or last.commit != resolved.commit:
+    if last is None or last.commit != resolved.commit or not sizes:
         moved = f", before: {last.commit[:12]}" if last else ""
         licence = resolved.licence or _licence_of_card(name) or "none named"
         say(f"{text}: {len(targets)} files at commit {resolved.commit[:12]}{moved}; licence: {licence}")
-        record = {"name": text, "commit": resolved.commit, "files": resolved.files, "licence": licence}
+        sizes = {path: target.stat().st_size for path, target in zip(resolved.files, targets)}
+        record: dict[str, Any] = {"name": text, "commit": resolved.commit, "files": resolved.files}
+        record |= {"licence": licence, "sizes": sizes}
         write_json(_record_path(name, storage_root), record)
     return targets
 
@@ -108,16 +111,31 @@ def _recorded(name: HubName, storage_root: Path) -> Resolved | None:
     """Return what the last run downloaded for a name; None if there is none, or if a file is gone."""
     try:
         record: dict[str, Any] = json.loads(_record_path(name, storage_root).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        resolved = Resolved(
+            repository=name.repository,
+            commit=record["commit"],
+            files=tuple(record["files"]),
+            licence=record["licence"],
+            is_recorded=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    resolved = Resolved(
-        repository=name.repository,
-        commit=record["commit"],
-        files=tuple(record["files"]),
-        licence=record["licence"],
-        is_recorded=True,
-    )
-    return resolved if all(path.is_file() for path in _local_paths(resolved, storage_root)) else None
+    sizes = _recorded_sizes(name, storage_root, resolved.commit)
+    targets = zip(resolved.files, _local_paths(resolved, storage_root))
+    return resolved if all(_is_whole(target, sizes.get(path)) for path, target in targets) else None
+
+
+def _recorded_sizes(name: HubName, storage_root: Path, commit: str) -> dict[str, int]:
+    """Return the bytes of each file that the last run downloaded of a commit, where they were recorded."""
+    try:
+        record = json.loads(_record_path(name, storage_root).read_text(encoding="utf-8"))
+        return dict(record["sizes"]) if record["commit"] == commit else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _is_whole(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
 
 
 def _download(name: HubName, resolved: Resolved, path: str, target: Path, storage_root: Path) -> None:
@@ -129,6 +147,8 @@ def _download(name: HubName, resolved: Resolved, path: str, target: Path, storag
             repo_type="dataset",
             revision=resolved.commit,
             cache_dir=storage_root / "hub" / "cache",
+            # A damaged file may be a hard link to the cache's.
+            force_download=target.exists(),
             etag_timeout=_REQUEST_SECONDS,
         )
     except Exception as error:
@@ -140,7 +160,7 @@ def _download(name: HubName, resolved: Resolved, path: str, target: Path, storag
         try:
             os.link(real, temporary)
         except OSError:
-            shutil.copy2(real, temporary)
+            shutil.copyfile(real, temporary)
 
 
 def _api() -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 from dflash_core.anchors import eligible_positions
 from dflash_core.config import DATA_COLUMNS, DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
-from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, chat_encoder
 from dflash_core.data.containers import limited, read_rows
 from dflash_core.data.format_detection import ACCEPTED, detect_format
 from dflash_core.data.formats import (
@@ -84,7 +84,7 @@ def ingest_file(
             of rejected rows is above `max_reject_share` or `max_over_length_share`; the message names the
             most frequent reasons with examples. No files are left behind.
     """
-    encoder = ChatEncoder(tokenizer, config, mask_token_id)
+    encoder = chat_encoder(tokenizer, config, mask_token_id)
     is_stdlib = str(path) == stdlib_corpus.SOURCE
     source = stdlib_corpus.SOURCE if is_stdlib else source_name(Path(path))
     digest = stdlib_corpus.corpus_digest() if is_stdlib else digest or content_digest(Path(path))

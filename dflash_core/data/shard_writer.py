@@ -233,6 +233,7 @@ def _publish(temporary: Path, final: Path) -> None:
         old = final.with_name(f".{final.name}.{os.getpid()}.old")
         os.replace(final, old)
         os.replace(temporary, final)
-        shutil.rmtree(old)
+        # NFS keeps files that a process has open.
+        shutil.rmtree(old, ignore_errors=True)
     else:
         os.replace(temporary, final)

@@ -13,7 +13,8 @@ One file of conversations becomes one shard, a directory that appears complete o
 `TokenStore` opens shards in one global order (by digest, then row), whatever the order in which files are
 named. Both large files are memory maps shared by all ranks of a machine: a random microbatch of 49,152
 tokens costs a few hundred microseconds (`benchmarks/feed.py`), and the page cache decides how much of them
-stays in memory.
+stays in memory. Beyond `MOST_MAPPED` shards only those used last are mapped: a process may have 1,024 files
+open, and 65,530 maps.
 
 Shape letters: S tokens of one sample, T tokens of a microbatch, N samples of a store, n samples
 of a microbatch.
@@ -39,6 +40,8 @@ from dflash_core.errors import UserError
 FORMAT_VERSION = 1
 # Validation keys are uniform in [0, KEY_RANGE).
 KEY_RANGE = 1 << 64
+# Shards whose two large files are mapped at a time.
+MOST_MAPPED = 256
 
 
 def validation_threshold(keys: ArrayLike, *, share: float, minimum: int) -> int:
@@ -90,7 +93,7 @@ class TokenStore:
         num_eligible: int32 [N], eligible anchors of each sample.
         num_supervised: int32 [N], supervised tokens of each sample.
         is_validation: bool [N], the split of this store, see `validation_threshold`.
-        sources: names of the sources; `source_id`, int16 [N], indexes them.
+        sources: names of the sources; `source_id`, int32 [N], indexes them.
         train_indices, validation_indices: int32, ascending.
         digest: digest of the shards in order and of the split.
         duplicate_shards: shards whose content was given twice; each is opened once.
@@ -124,8 +127,8 @@ class TokenStore:
         names = encoded.dictionary.to_pylist()
         self.sources: list[str] = sorted(names)
         rank = {name: position for position, name in enumerate(self.sources)}
-        recode = np.asarray([rank[name] for name in names] or [0], dtype=np.int16)
-        self.source_id: NDArray[np.int16] = recode[encoded.indices.to_numpy()]
+        recode = np.asarray([rank[name] for name in names] or [0], dtype=np.int32)
+        self.source_id: NDArray[np.int32] = recode[encoded.indices.to_numpy()]
         keys = samples["validation_key"].to_numpy()
         self._keys = keys
         bound = validation_threshold(keys, share=validation_share, minimum=min_validation_samples)
@@ -159,20 +162,27 @@ class TokenStore:
         return cls(shards, validation_share=validation_share, min_validation_samples=min_validation_samples)
 
     def _open_files(self) -> None:
-        """Map both large files of each shard, as plain arrays: slicing an np.memmap is 1.6 times slower."""
+        """Read the offsets of each shard, and check that its large files are whole."""
         all_offsets: list[NDArray[np.int64]] = []
-        self._tokens: list[NDArray[np.int32]] = []
-        self._masks: list[NDArray[np.uint8]] = []
         for shard in self.shards:
             offsets = np.load(shard / "offsets.npy")
             all_offsets.append(offsets)
-            self._tokens.append(_map(shard / "tokens.bin", np.dtype("<i4"), int(offsets[-1])))
-            self._masks.append(_map(shard / "loss_mask.bin", np.dtype(np.uint8), int(offsets[-1])))
+            _check_size(shard / "tokens.bin", 4 * int(offsets[-1]))
+            _check_size(shard / "loss_mask.bin", int(offsets[-1]))
+        self._mapped = functools.lru_cache(maxsize=MOST_MAPPED)(self._map)
         counts = [len(offsets) - 1 for offsets in all_offsets]
         self._first_row = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         # First position of each sample in the files of its shard.
         self._starts = np.concatenate([offsets[:-1] for offsets in all_offsets])
+
+    def _map(self, shard: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Map tokens and masks of a shard, as plain arrays: slicing an np.memmap is 1.6 times slower."""
+        directory = self.shards[shard]
+        return (
+            _map(directory / "tokens.bin", np.dtype("<i4")),
+            _map(directory / "loss_mask.bin", np.dtype(np.uint8)),
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -201,12 +211,12 @@ class TokenStore:
     def token_ids(self, index: int) -> NDArray[np.int32]:
         """Return the token ids of a sample, int32 [S], a read-only view of the file."""
         shard, start, end = self._locate(index)
-        return self._tokens[shard][start:end]
+        return self._mapped(shard)[0][start:end]
 
     def loss_mask(self, index: int) -> NDArray[np.uint8]:
         """Return the loss mask of a sample, uint8 [S], a read-only view of the file."""
         shard, start, end = self._locate(index)
-        return self._masks[shard][start:end]
+        return self._mapped(shard)[1][start:end]
 
     def gather(self, indices: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int64]]:
         """Concatenate samples: (token_ids int32 [T], loss_mask uint8 [T], cu_seqlens int64 [n + 1]).
@@ -223,9 +233,16 @@ class TokenStore:
         starts = self._starts[rows]
         ends = starts + self.lengths[rows]
         bounds = list(zip(self._shard_of[rows].tolist(), starts.tolist(), ends.tolist()))
-        token_ids = np.concatenate([self._tokens[shard][start:end] for shard, start, end in bounds])
-        loss_mask = np.concatenate([self._masks[shard][start:end] for shard, start, end in bounds])
+        parts = [self._part(*bound) for bound in bounds]
+        token_ids = np.concatenate([tokens for tokens, _ in parts])
+        loss_mask = np.concatenate([masks for _, masks in parts])
         return token_ids, loss_mask, cu_seqlens
+
+    def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Return tokens and masks of a part of a shard, views where all shards may stay mapped."""
+        tokens, masks = self._mapped(shard)
+        tokens, masks = tokens[start:end], masks[start:end]
+        return (tokens, masks) if len(self.shards) <= MOST_MAPPED else (tokens.copy(), masks.copy())
 
 
 def open_store(shards: Iterable[Path | str], data: DataConfig) -> TokenStore:
@@ -237,10 +254,13 @@ def open_store(shards: Iterable[Path | str], data: DataConfig) -> TokenStore:
     )
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    size, expected = path.stat().st_size, count * dtype.itemsize
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size
     if size != expected:
         raise UserError(f"{path}: {size} bytes; allowed: {expected}, by offsets.npy; ingest the file again")
-    if count == 0:
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if path.stat().st_size == 0:
         return np.empty(0, dtype=dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

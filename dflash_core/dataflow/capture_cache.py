@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -116,11 +116,17 @@ class CaptureCache:
                 self._memory[group] = self._run(*self.schedule.rows(0, group))
             return [[t[a:b] for t in self._memory[group].tensors()] for a, b in bounds]
         path = self.directory / f"group-{group:06d}.safetensors"
-        if not path.exists():
+        try:
+            return self._slices(path, bounds)
+        # Missing or damaged. The same group of samples is captured again, with the same result.
+        except (OSError, SafetensorError):
             features = self._run(*self.schedule.rows(0, group))
-            tensors = {str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}
-            with complete_file(path) as temporary:
-                save_file(tensors, temporary)
+        tensors = {str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}
+        with complete_file(path) as temporary:
+            save_file(tensors, temporary)
+        return self._slices(path, bounds)
+
+    def _slices(self, path: Path, bounds: list[tuple[int, int]]) -> list[list[Tensor]]:
         device = self.capture.target.device
         with safe_open(path, framework="pt") as file:
             slices = [file.get_slice(name) for name in sorted(file.keys())]

@@ -31,7 +31,7 @@ from dflash_core.errors import RunFailed, UserError
 from dflash_core.launch.layout import ranks_per_node
 from dflash_core.launch.metrics_forwarder import MetricsForwarder, OnMetrics
 from dflash_core.launch.rank_status import START_PHASES, explain, read_errors, read_records
-from dflash_core.launch.stop_signal import end_with_parent
+from dflash_core.launch.stop_signal import end_with_parent, known_parent
 
 RANK_MODULE = "dflash_core.training.rank"
 TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
@@ -144,7 +144,7 @@ def start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | 
     command = [sys.executable, "-m", "dflash_core.launch.launcher", *torchrun_arguments(training, run_json)]
     # torchrun's log of each rank's exit is suppressed: our one message names the cause.
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node(training))
-    environment = {"LOGLEVEL": "CRITICAL", "OMP_NUM_THREADS": str(threads), **os.environ}
+    environment = {"LOGLEVEL": "CRITICAL", "OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
     return subprocess.Popen(command, env=environment, process_group=0)
 
 
@@ -260,7 +260,8 @@ def notify(hook: str | None, run_dir: Path, message: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run torchrun so that it ends with its parent and prints no tracebacks; return its exit code."""
-    end_with_parent()
+    end_with_parent(TERMINATE_SECONDS)
+    os.environ |= known_parent()  # for the ranks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

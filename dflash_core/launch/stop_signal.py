@@ -15,17 +15,43 @@ import threading
 import time
 
 STOP_SECONDS = 15.0  # from SIGTERM to the end of a rank, checkpoint included
+# Variable with the pid of the process that started this one.
+PARENT = "DFLASH_PARENT"
 PEER_GRACE_SECONDS = 2.0  # from a peer's end until torchrun's signal arrives here
 
 
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies; at once if it is already dead."""
-    parent = os.getppid()
+def known_parent() -> dict[str, str]:
+    """Return the variable by which a child recognises this process as its parent (`end_with_parent`)."""
+    return {PARENT: str(os.getpid())}
+
+
+def end_with_parent(limit_seconds: float | None = None) -> None:
+    """Have the kernel send SIGTERM to this process when its parent dies; at once if it is already dead.
+
+    A parent that died while this process was starting is recognised by its pid, which `known_parent` passes
+    on: afterwards another process is the parent, and not always process 1.
+
+    Args:
+        limit_seconds: this process exits so long after its parent, should SIGTERM not have ended it; None:
+            `StopSignal` sees to that.
+    """
+    parent = int(os.environ.pop(PARENT, os.getppid()))
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() != parent or parent == 1 and os.environ.get("TORCHELASTIC_RUN_ID"):
+    if limit_seconds is not None:
+        arguments = (parent, limit_seconds)
+        threading.Thread(target=_outlive, args=arguments, daemon=True, name="parent").start()
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _outlive(parent: int, seconds: float) -> None:
+    """Exit `seconds` after the end of the parent."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(seconds)
+    os._exit(128 + signal.SIGTERM)
 
 
 class StopSignal:

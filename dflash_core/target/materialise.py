@@ -199,7 +199,7 @@ def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> Non
             try:
                 os.link(real, copy)
             except OSError:
-                shutil.copy2(real, copy)
+                shutil.copyfile(real, copy)
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

@@ -114,9 +114,12 @@ class Checkpointer:
         for name in ("state.json", ".metadata"):
             files[name] = _describe(partial / name)
         _write_durably(partial / "manifest.json", json.dumps({"files": files}, indent=1))
+        old = final.with_name(final.name + ".old.tmp")
         if final.exists():  # the same step, saved before a resume
-            shutil.rmtree(final)
+            os.replace(final, old)
         os.replace(partial, final)
+        # NFS keeps files that a process has open; the next start removes what is left.
+        shutil.rmtree(old, ignore_errors=True)
         _sync_directory(self.directory)
         self._prune(state["best_step"])
 
@@ -253,7 +256,9 @@ def _write_durably(path: Path, text: str) -> None:
 def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        # Some network file systems cannot sync a directory.
+        with contextlib.suppress(OSError):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

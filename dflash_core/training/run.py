@@ -5,7 +5,9 @@ Parts: token store, compute dtypes, the target or its frozen ends, the drafter w
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ class RunSpec:
 
     @classmethod
     def load(cls, path: Path) -> RunSpec:
-        """Read and check a run.json; relative paths are relative to the working directory.
+        """Read and check a run.json; relative paths are relative to its directory.
 
         Raises:
             UserError: a missing or unreadable file, or a missing field, by name.
@@ -54,14 +56,15 @@ class RunSpec:
         try:
             values = json.loads(path.read_text())
             paths = values["paths"]
+            at = functools.partial(_path_from, path.resolve().parent)
             return cls(
-                directory=Path(paths["run"]),
+                directory=at(paths["run"]),
                 config=from_dict(RunConfig, values["config"]),
                 run_key=values["run_key"],
-                target=Path(paths["target"]),
-                shards=tuple(Path(p) for p in paths["shards"]),
-                plans=tuple(Path(p) for p in paths["plans"]),
-                cache=Path(paths.get("cache") or Path(paths["run"]) / "captures"),
+                target=at(paths["target"]),
+                shards=tuple(at(p) for p in paths["shards"]),
+                plans=tuple(at(p) for p in paths["plans"]),
+                cache=at(paths.get("cache") or f"{paths['run']}/captures"),
                 total_steps=values.get("total_steps"),
                 mlflow_run_id=values.get("mlflow_run_id"),
             )
@@ -102,6 +105,11 @@ class RunSpec:
                 "target": fingerprint(self.target),
             },
         }
+
+
+def _path_from(directory: Path, text: str) -> Path:
+    """Return an absolute path as it is, and a relative one from a directory, without `..`."""
+    return Path(os.path.normpath(directory / text))
 
 
 def check_compatible(path: Path, state: State, facts: dict[str, Any]) -> None:

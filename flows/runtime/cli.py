@@ -29,6 +29,7 @@ from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from flows.runtime import access, deployments
 from flows.runtime.embedded_server import EmbeddedServer
+from flows.runtime.system_errors import mistake_of
 from tasks.storage.input_files import check_files
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
@@ -211,9 +212,13 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         module = importlib.import_module(deployments.module_of(flow_name))
         flow = getattr(module, deployments.function_of(flow_name))
         _set_up_logging(log_path, embedded=server is not None)
+        from flows.runtime.crashed_runs import report_crashed_runs
+        from flows.runtime.entry import run_resolved
+
         if server is not None:
             server.wait()
-        from flows.runtime.entry import run_resolved
+            # A worker does this with another server.
+            report_crashed_runs()
 
         run_resolved(flow, config, options)
     except (UserError, KeyboardInterrupt):
@@ -226,6 +231,8 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         if "401 Unauthorized" in str(error):
             raise access.wrong_auth() from error
         logging.getLogger().error("the flow failed", exc_info=error)
+        if (mistake := mistake_of(error)) is not None:
+            raise mistake from error
         print(f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
         return EXIT_FAILED
     finally:

@@ -21,8 +21,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_HOME
 from prefect.states import Crashed
 
+from dflash_core.processes import is_gone, this_process
 from tasks.reporting.mlflow_run import close_runs_of_flow
-from tasks.storage.process_notes import is_gone, this_process
 
 
 def _notes() -> Path:

@@ -19,12 +19,19 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_core.databases import check_database
 from dflash_core.errors import UserError
+from dflash_core.launch.stop_signal import end_with_parent, known_parent
 from flows.runtime import access
 
 # An idle machine needs 10 to 15.
 STARTUP_SECONDS = 300.0
 STOP_SECONDS = 5.0
+# Next step where the database is damaged.
+REMEDY = (
+    "restore it from a copy, or move it away with its -wal and -shm files: Prefect starts anew without "
+    "earlier runs, while stages and trainings that are up to date are still skipped"
+)
 
 
 class EmbeddedServer:
@@ -44,11 +51,17 @@ class EmbeddedServer:
         self._url = ""
 
     def start(self) -> None:
-        """Start the process and set PREFECT_API_URL; `wait` returns once it answers."""
+        """Start the process and set PREFECT_API_URL; `wait` returns once it answers.
+
+        Raises:
+            UserError: the port is taken, or the database is damaged, locked or cannot be written.
+        """
+        _check_database()
         port = free_port("127.0.0.1", self.port or 0)
         self._url = f"http://127.0.0.1:{port}/api"
         self.hint = access.protect_server(has_ui=self.port is not None)
-        environment = {**os.environ, "PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
+        environment = {**os.environ, **known_parent()}
+        environment |= {"PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
         if self.port is None:
             environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
         with self.log_path.open("ab") as log:
@@ -96,6 +109,13 @@ class EmbeddedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _check_database() -> None:
+    """Check Prefect's database, unless the user names another one."""
+    named = ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
+    if "PREFECT_HOME" in os.environ and not any(name in os.environ for name in named):
+        check_database(Path(os.environ["PREFECT_HOME"]) / "prefect.db", REMEDY)
 
 
 def _send_pending() -> None:
@@ -147,7 +167,5 @@ def serve(port: int, host: str = "127.0.0.1", names: Sequence[str] = ()) -> None
 
 
 if __name__ == "__main__":
-    from dflash_core.launch.stop_signal import end_with_parent
-
-    end_with_parent()
+    end_with_parent(STOP_SECONDS)
     serve(int(sys.argv[1]))

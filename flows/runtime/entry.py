@@ -14,6 +14,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, runtime
@@ -28,8 +29,10 @@ from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
 from flows.runtime.run_requests import check_request
 from flows.runtime.task_runners import task_runner
+from tasks.reporting.mlflow_client import adopt_artifacts
 from tasks.reporting.mlflow_run import close_runs_of_flow
 from tasks.storage.input_files import check_files, data_name
+from tasks.storage.live_runs import live_note
 
 Settings = tuple[RunConfig, FlowOptions]
 _resolved: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("resolved_settings", default=None)
@@ -95,7 +98,9 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
             flow_run_id = str(runtime.flow_run.id)
             config, options = _settings(name, flow_run_id)
             check_files(config)
-            with process_note(flow_run_id), task_runner(config):
+            adopt_artifacts(config)
+            root = Path(config.storage_root).expanduser().resolve()
+            with process_note(flow_run_id), live_note(root, flow_run_id, name), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)

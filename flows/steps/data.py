@@ -94,16 +94,19 @@ def ingest_all(config: RunConfig, options: FlowOptions, target_pointer: TargetPo
             "data.files: %d files repeat another one by name and content; each is read once",
             len(sources) - len(unique),
         )
+    # The names of all files decide nothing here, and a copy per call would grow with their square.
+    data = to_dict(replace(config.data, files=()))
+    answered_by = {regenerate.regenerated_source(pointer, root).path: pointer for pointer in regenerated}
     calls = [
         {
             "label": f"ingest {source.name}",
-            "after": [target_pointer, *regenerated],
+            "after": [target_pointer, *(p for p in [answered_by.get(source.path)] if p)],
             "source_digest": source.digest,
             "source_name": source.name,
             "tokenizer_fingerprint": target_pointer["tokenizer_fingerprint"],
             "rules": rules,
             "path": source.path,
-            "data": to_dict(config.data),
+            "data": data,
             "target_directory": str(target_directory(config, target_pointer)),
             "trust_remote_code": config.target.trust_remote_code,
         }

@@ -5,23 +5,38 @@ MLflow is imported inside functions, since importing it takes seconds.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
 import os
+import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from dflash_core.config import RunConfig
+from dflash_core.databases import LOCK_SECONDS, check_database, database_errors
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
+from tasks.storage import locks
 
 # Address of the server that `make ui` starts.
 LOCAL_UI = "http://127.0.0.1:5000"
+# Next step where the database is damaged.
+REMEDY = (
+    "restore it from a copy, or move it away with its -wal and -shm files: MLflow starts anew, while every "
+    "run keeps its own report and metrics.jsonl"
+)
+# Columns of MLflow's database that hold absolute addresses of artifacts.
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+    ("logged_models", "artifact_location"),
+)
 
 log = logging.getLogger("prefect.train_dflash.tracking")
 
@@ -45,22 +60,59 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
     """
     import mlflow
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     root, uri = Path(config.storage_root).resolve(), tracking_uri(config)
     root.mkdir(parents=True, exist_ok=True)
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with (root / ".mlflow.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        client = mlflow.MlflowClient(uri)
+        locks.lock(lock, wait=True)
+        artifacts = None
+        if uri.startswith("sqlite:///"):
+            check_database(Path(uri.removeprefix("sqlite:///")), REMEDY)
+            artifacts = (root / "mlflow-artifacts").as_uri()
         try:
+            client = mlflow.MlflowClient(uri)
             experiment = client.get_experiment_by_name(config.tracking.experiment)
             if experiment is not None:
                 return client, experiment.experiment_id
-            artifacts = (root / "mlflow-artifacts").as_uri() if uri.startswith("sqlite:") else None
             return client, client.create_experiment(config.tracking.experiment, artifact_location=artifacts)
-        except MlflowException as error:
+        except (MlflowException, SQLAlchemyError) as error:
             raise UserError(f"tracking.uri: {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def adopt_artifacts(config: RunConfig) -> None:
+    """Let the database of a storage root that was moved or copied name the artifacts at its new place.
+
+    MLflow records absolute addresses; those that this project wrote end in `/mlflow-artifacts`.
+
+    Raises:
+        UserError: the database is damaged, locked, or cannot be written.
+    """
+    root = Path(config.storage_root).resolve()
+    database, artifacts = root / "mlflow.db", (root / "mlflow-artifacts").as_uri()
+    if tracking_uri(config) != f"sqlite:///{database}" or not database.exists():
+        return
+    check_database(database, REMEDY)
+    connection = sqlite3.connect(database, timeout=LOCK_SECONDS)
+    with database_errors(database, REMEDY), closing(connection), connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        if "experiments" not in tables:
+            return
+        earlier = connection.execute(
+            "SELECT DISTINCT artifact_location FROM experiments "
+            "WHERE artifact_location LIKE 'file://%/mlflow-artifacts' AND artifact_location <> ?",
+            (artifacts,),
+        ).fetchall()
+        for (address,) in earlier:
+            for table, column in ADDRESSES:
+                if table in tables:
+                    connection.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
+                        f"WHERE substr({column}, 1, ?) = ?",
+                        (artifacts, len(address) + 1, len(address), address),
+                    )
 
 
 def run_url(config: RunConfig, experiment_id: str, run_id: str) -> str:

@@ -25,8 +25,8 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.files import write_json
+from dflash_core.processes import is_gone, this_process
 from tasks.reporting.mlflow_client import log, open_client, record_run, recorded_run, tracking_uri
-from tasks.storage.process_notes import is_gone, this_process
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 15.0
 # Number of metrics that MLflow accepts in one call.
@@ -34,6 +34,8 @@ BATCH_LIMIT = 1000
 # Characters that MLflow accepts in the value of a parameter, and in the digest of a data set.
 PARAM_LIMIT, DIGEST_LIMIT = 6000, 36
 MAX_WAITING = 200_000
+# Files of a data set that MLflow shows, and characters of a name: together below MLflow's limit of 65,535.
+SHOWN_FILES, SHOWN_CHARACTERS = 100, 255
 
 
 def git_commit() -> str:
@@ -240,7 +242,7 @@ class Tracker:
             log.warning("MLflow run %s could not be closed as %s: %s", self.run_id, status, error)
             with suppress(OSError, json.JSONDecodeError):
                 marked = json.loads(self.marker.read_text(encoding="utf-8"))
-                write_marker(self.marker, **(marked | {"status": status}))
+                write_json(self.marker, marked | {"status": status})
 
 
 def _log_params(client: Any, run_id: str, params: dict[str, Any]) -> None:
@@ -256,10 +258,15 @@ def _log_dataset(client: Any, run_id: str, dataset: dict[str, Any]) -> None:
         name=dataset["name"],
         digest=dataset["digest"][:DIGEST_LIMIT],
         source_type="local",
-        source=json.dumps({"files": dataset["files"]}),
+        source=json.dumps(_shown_files(dataset["files"])),
         profile=json.dumps(dataset["profile"]),
     )
     client.log_inputs(run_id, [DatasetInput(logged, [InputTag("mlflow.data.context", "training")])])
+
+
+def _shown_files(files: list[str]) -> dict[str, Any]:
+    """Return the first files of a data set and the number of all, since MLflow limits the length."""
+    return {"files": [name[:SHOWN_CHARACTERS] for name in files[:SHOWN_FILES]], "num_files": len(files)}
 
 
 def open_marker(storage_root: str | Path, owner: str) -> Path:
@@ -268,8 +275,17 @@ def open_marker(storage_root: str | Path, owner: str) -> Path:
 
 
 def write_marker(marker: Path, *, uri: str, run_id: str, status: str | None = None, **_: Any) -> None:
-    """Record an open run, its process, and the status with which it should have been closed."""
-    write_json(marker, {"uri": uri, "run_id": run_id, "status": status, **this_process()})
+    """Record an open run, its process, and the status with which it should have been closed.
+
+    The database of the storage root is recorded as null, since the root may be moved.
+    """
+    address = None if uri == _own_database(marker) else uri
+    write_json(marker, {"uri": address, "run_id": run_id, "status": status, **this_process()})
+
+
+def _own_database(marker: Path) -> str:
+    """Return the address of the MLflow database in the storage root of a marker."""
+    return f"sqlite:///{marker.resolve().parents[1] / 'mlflow.db'}"
 
 
 def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
@@ -285,7 +301,7 @@ def close_runs_of_flow(flow: Any, flow_run: Any, state: Any) -> None:
 def close_crashed_runs(storage_root: str | Path) -> None:
     """Close the runs of processes of this machine that have ended, where their tracking servers answer."""
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
-        with suppress(OSError, json.JSONDecodeError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             if is_gone(json.loads(marker.read_text(encoding="utf-8"))):
                 close_marked(marker, "KILLED")
 
@@ -296,7 +312,7 @@ def close_marked(marker: Path, status: str) -> None:
 
     marked = json.loads(marker.read_text(encoding="utf-8"))
     try:
-        client = mlflow.MlflowClient(marked["uri"])
+        client = mlflow.MlflowClient(marked["uri"] or _own_database(marker))
         client.set_terminated(marked["run_id"], status=marked.get("status") or status)
     # The server is unreachable: the marker stays, and the next training tries again.
     except Exception as error:

@@ -21,6 +21,8 @@ PROFILE_FIGURES = (
     "p99_length",
     "max_length",
 )
+# Rows of a table by source.
+SHOWN_SOURCES = 100
 PLAN_FIGURES = (
     "padding_efficiency",
     "num_microbatches",
@@ -32,8 +34,12 @@ LENGTH_FIGURES = ("min_length", "median_length", "mean_length", "p90_length", "p
 
 
 def source_rows(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the length profile: one row per source, and one for all."""
-    rows = [*profile["sources"], {"source": "all", **profile["stats"]}]
+    """Return the length profile: a row for each of the `SHOWN_SOURCES` largest sources, and one for all."""
+    rows, num_more = profile["sources"], len(profile["sources"]) - SHOWN_SOURCES
+    if num_more > 0:
+        largest = sorted(rows, key=lambda row: -row["num_tokens"])[:SHOWN_SOURCES]
+        rows = [*largest, {"source": f"{num_more:,} more, in profile.json"}]
+    rows = [*rows, {"source": "all", **profile["stats"]}]
     return [{"source": row["source"]} | _columns(row, PROFILE_FIGURES) for row in rows]
 
 

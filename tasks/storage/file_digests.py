@@ -51,10 +51,12 @@ class FileDigests:
     _known: dict[str, list[Any]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        # What cannot be read is computed again.
         try:
-            self._known = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            self._known = {}
+            known = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            known = None
+        self._known = known if isinstance(known, dict) else {}
 
     @property
     def _path(self) -> Path:
@@ -74,7 +76,7 @@ class FileDigests:
     def _of(self, path: Path) -> str:
         status, name = path.stat(), str(path.resolve())
         known = self._known.get(name)
-        if known and len(known) == 6 and _is_same(_stamp(status), known[:-1]):
+        if isinstance(known, list) and len(known) == 6 and _is_same(_stamp(status), known[:-1]):
             return str(known[-1])
         written = max(status.st_mtime_ns, status.st_ctime_ns)
         age = (time.time_ns() - written) / 1e9

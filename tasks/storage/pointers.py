@@ -7,11 +7,16 @@ and in Prefect's results, are plain JSON.
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from dflash_core.config import RunConfig
+
+POINTER = "pointer.json"
 
 
 class Pointer(TypedDict):
@@ -22,8 +27,10 @@ class Pointer(TypedDict):
     key: str
     # Directory of the outputs, relative to the storage root.
     path: str
-    # Files in it, relative to it.
-    files: list[str]
+    # Files in it, relative to it, and the bytes of each.
+    files: dict[str, int]
+    # Versions of the libraries that can change the outputs.
+    made_with: dict[str, str]
 
 
 class TargetPointer(Pointer):
@@ -148,3 +155,32 @@ def root_of(config: RunConfig) -> Path:
 def target_directory(config: RunConfig, pointer: TargetPointer) -> Path:
     """Return the directory of the materialised target."""
     return root_of(config) / pointer["path"] / "model"
+
+
+def read_complete(directory: Path) -> dict[str, Any] | None:
+    """Return the pointer in a stage's directory when every file that it lists is whole, else None."""
+    pointer = read_pointer(directory)
+    return None if isinstance(pointer, str) else pointer
+
+
+def read_pointer(directory: Path) -> dict[str, Any] | str:
+    """Return the pointer in a stage's directory, or the defect of its outputs in a few words."""
+    try:
+        pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{POINTER} cannot be read ({error})"
+    files = pointer.get("files") if isinstance(pointer, dict) else None
+    if not isinstance(files, list | dict) or pointer.get("key") != directory.name:
+        return f"{POINTER} is not the pointer of this output"
+    # Pointers of earlier versions list the names alone.
+    sizes = files if isinstance(files, dict) else dict.fromkeys(files)
+    for name, size in sizes.items():
+        try:
+            status = os.stat(directory / name)
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read ({error})"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a file"
+        if size is not None and status.st_size != size:
+            return f"{name} has {status.st_size} bytes, {size} were written"
+    return pointer

@@ -7,20 +7,28 @@ data meet the same directory: its training resumes, or is skipped when it is fin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dflash_core.config import RunConfig, decisive, to_dict
 from dflash_core.drafter.directory import WEIGHTS_FILE, drafter_directory
-from dflash_core.files import content_digest, write_json
+from dflash_core.errors import UserError
+from dflash_core.files import complete_file, content_digest, temporary_name, write_json
+from tasks.storage import locks
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.provenance import resume_remarks, training_provenance
 
 # Characters of the run key in the name of a run's directory.
 KEY_CHARACTERS = 12
+# Next step where a file of a finished run is damaged.
+RESTORE = "restore the run's directory from a copy, or train it again with --param 'refresh=[\"train\"]'"
 # Name of each section of the config -> its class.
 SECTIONS = {
     f.name: type(getattr(RunConfig(), f.name)) for f in fields(RunConfig) if f.default_factory is not MISSING
@@ -89,24 +97,41 @@ def find_run(config: RunConfig, fields: dict[str, Any]) -> RunDirectory:
 
 def write_run(
     run: RunDirectory, config: RunConfig, paths: dict[str, Any], *, total_steps: int, mlflow_run_id: str
-) -> None:
-    """Write run.json: the resolved config, the paths of the inputs, and the fields behind the key.
+) -> list[str]:
+    """Write run.json: config, paths of the inputs, the fields behind the key, versions and code.
 
     On resume the execution settings are those of `config`, the deciding ones stay (see `keep_decisive`).
+    Paths under the storage root are relative to the run's directory, so that the root may move.
+
+    Returns:
+        Remarks on the versions and the code of a run that resumes, where they differ from those before.
     """
-    resolved = to_dict(config)
-    earlier = read_run(run.path)
+    resolved, made_by = to_dict(config), training_provenance()
+    earlier, remarks = read_run(run.path), list[str]()
     if earlier is not None and earlier.get("run_key") == run.key:
         resolved = keep_decisive(RunConfig, earlier["config"], resolved)
+        remarks = resume_remarks(earlier, made_by) if run.has_checkpoint else []
     contents = {
         "config": resolved,
-        "paths": paths,
+        "paths": _relative(paths, run.path),
         "run_key": run.key,
         "total_steps": total_steps,
         "mlflow_run_id": mlflow_run_id,
         "fields": run.fields,
+        **made_by,
     }
     write_json(run.path / "run.json", contents)
+    return remarks
+
+
+def _relative(value: Any, run_directory: Path) -> Any:
+    """Return paths, also those in lists and mappings, relative to a run's directory if under its root."""
+    if isinstance(value, Mapping):
+        return {name: _relative(item, run_directory) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_relative(item, run_directory) for item in value]
+    root = run_directory.parents[1]
+    return os.path.relpath(value, run_directory) if Path(value).is_relative_to(root) else str(value)
 
 
 def keep_decisive(section: type, earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -134,30 +159,97 @@ def point_latest(directory: Path) -> str | None:
     """Make `latest`, next to a directory, a relative link to it by one rename; return its previous target."""
     link = directory.parent / "latest"
     previous = os.readlink(link) if link.is_symlink() else None
-    temporary = link.with_name(f".latest.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(directory.name)
-    os.replace(temporary, link)
+    with complete_file(link) as temporary:
+        temporary.symlink_to(directory.name)
     return previous
 
 
+@contextlib.contextmanager
+def locked(directory: Path, *, wait: bool = False) -> Iterator[None]:
+    """Make a run directory and hold its lock, so that one process at a time trains it or writes its report.
+
+    Raises:
+        UserError: another process holds it, and `wait` is False.
+    """
+    while (lock := _lock_of(directory, wait=wait)) is None:
+        pass
+    with lock:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def _lock_of(directory: Path, *, wait: bool) -> TextIO | None:
+    """Return the locked file of a run, or None where its last holder has removed the directory meanwhile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / ".lock"
+    with contextlib.ExitStack() as closing:
+        try:
+            lock = closing.enter_context(path.open("a+"))
+            locks.lock(lock, wait=wait)
+            if not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return None
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise UserError(f"run {directory} is in use by {holder}; wait for it or stop it") from None
+        closing.pop_all()
+        return lock
+
+
+def empty(run: RunDirectory) -> None:
+    """Remove everything of a run but its lock, which the caller holds."""
+    for path in run.path.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
 def discard(run: RunDirectory, previous: str | None) -> None:
-    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again."""
+    """Remove a run that ended before its first checkpoint; `latest` links to the previous run again.
+
+    Only the process that holds the lock of the run may call it.
+    """
     if run.has_checkpoint:
         return
-    shutil.rmtree(run.path, ignore_errors=True)
     link = run.path.parent / "latest"
-    link.unlink(missing_ok=True)
-    if previous is not None and (run.path.parent / previous).is_dir():
-        link.symlink_to(previous)
+    # Another flow may have started another run meanwhile.
+    if link.is_symlink() and os.readlink(link) == run.path.name:
+        if previous is not None and (link.parent / previous).is_dir():
+            point_latest(link.parent / previous)
+        else:
+            link.unlink(missing_ok=True)
+    hidden = temporary_name(run.path)
+    run.path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_run(directory: Path) -> dict[str, Any] | None:
-    """Return the contents of a run directory's run.json, or None where there is none."""
+    """Return the contents of a run directory's run.json, or None where there is none that can be read."""
     try:
-        return json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        contents = json.loads((directory / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return contents if isinstance(contents, dict) and {"fields", "config"} <= contents.keys() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the contents of a file that a finished run needs.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; {RESTORE}") from error
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} is not what this project wrote; {RESTORE}")
+    return contents
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -180,4 +272,9 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
         text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        name = directory / "metrics.jsonl"
+        raise UserError(f"{name} has a line that is not JSON: {error}; {RESTORE}") from error

@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.record_stage_digests import ROOT, imported_modules, module_file
+from tasks.storage.code_digests import ROOT, imported_modules, module_file
 
 HEAVY = {"prefect", "mlflow", "duckdb"}
 
 # Each floor imports from the floors above it in this list, never from its own or a later one.
 FLOORS = [
     # the table of strategies is data that the settings read, so it lies below the room that it describes
-    {"dflash_core.errors", "dflash_core.batching.strategies"},
-    {"dflash_core.files", "dflash_core.anchors", "dflash_core.visibility", "dflash_core.run_statistics"},
+    {"dflash_core.errors", "dflash_core.processes", "dflash_core.batching.strategies"},
+    {
+        "dflash_core.files",
+        "dflash_core.databases",
+        "dflash_core.anchors",
+        "dflash_core.visibility",
+        "dflash_core.run_statistics",
+    },
     {"dflash_core.config"},
     {"dflash_core.microbatch"},
     {"dflash_core.data", "dflash_core.batching", "dflash_core.kernels", "dflash_core.launch"},

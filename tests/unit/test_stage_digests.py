@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import record_stage_digests
-from tests.support.record_stage_digests import RECORDED, code_digest, current, statements_of
+from tasks.storage import code_digests
+from tasks.storage.code_digests import code_digest, statements_of
+from tests.support.record_stage_digests import RECORDED, current
 
 COMMAND = "python -m tests.support.record_stage_digests"
 
@@ -66,7 +67,7 @@ def test_moves_imports_docstrings_and_line_breaks_do_not_count(tmp_path: Path) -
     [("* height", "+ height"), ("LIMIT = 3", "LIMIT = 4"), ("{width *", "{1 *"), ("area(", "size(")],
 )
 def test_code_counts(tmp_path: Path, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_stage_digests, "ROOT", tmp_path)
+    monkeypatch.setattr(code_digests, "ROOT", tmp_path)
     (tmp_path / "a.py").write_text(BEFORE)
     before = code_digest(("a",))
     (tmp_path / "a.py").write_text(BEFORE.replace(old, new))

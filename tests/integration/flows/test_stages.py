@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,20 @@ def test_what_reruns_after_which_change(
     (tmp_path / "data" / "b.jsonl").unlink()
     assert ran() == []  # everything of the earlier data is still there
     assert ran(refresh=["profile"]) == ["profile"]
+    # The storage root at another place: times and absolute paths are others.
+    root.rename(tmp_path / "moved")
+    assert ran(storage_root=str(tmp_path / "moved")) == []
+    with sqlite3.connect(tmp_path / "moved" / "mlflow.db") as database:
+        [*uris] = database.execute("SELECT artifact_uri FROM runs")
+    database.close()
+    assert uris
+    assert all(uri.startswith((tmp_path / "moved" / "mlflow-artifacts").as_uri()) for (uri,) in uris)
+    # Outputs damaged, also where Prefect remembers their results.
+    for shard in (tmp_path / "moved" / "store" / "ingest").iterdir():
+        (shard / "shard" / "tokens.bin").write_bytes(b"")
+    for result in (tmp_path / "moved" / "prefect" / "storage").iterdir():
+        result.write_text('{"met')
+    assert ran(storage_root=str(tmp_path / "moved")) == ["ingest"]
 
 
 def test_a_training_that_died_is_tried_again_and_resumes(

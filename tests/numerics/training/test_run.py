@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks.support.tiny_run import write_run
 from benchmarks.support.tiny_target import make_tiny_target
+from dflash_core.config import RunConfig, to_dict
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from dflash_core.training.run import RunSpec, check_compatible, load_ends, load_target_config
@@ -58,6 +60,22 @@ def test_a_checkpoint_that_does_not_fit_is_rejected_with_both_values(
         assert f"inputs.{name}: {old!r} -> {new!r}" in message
     assert "keep_last" not in message
     assert "topology" not in message
+
+
+def test_a_run_json_with_relative_paths_may_move_with_its_inputs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "root" / "d" / "key"
+    run_dir.mkdir(parents=True)
+    paths = {"run": ".", "target": "../../store/target/t/model", "shards": ["../../store/s"], "plans": ["/p"]}
+    contents = {"config": to_dict(RunConfig()), "paths": paths, "run_key": "k"}
+    (run_dir / "run.json").write_text(json.dumps(contents))
+    (tmp_path / "root").rename(tmp_path / "moved")
+    root = tmp_path / "moved"
+    run = RunSpec.load(root / "d" / "key" / "run.json")
+    assert run.directory == root / "d" / "key"
+    assert run.target == root / "store" / "target" / "t" / "model"
+    assert run.shards == (root / "store" / "s",)
+    assert run.plans == (Path("/p"),)
+    assert run.cache == root / "d" / "key" / "captures"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from dflash_core.config import DataConfig
-from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample
+from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Sample, chat_encoder
 from dflash_core.data.loss_mask import mask_by_bytes, mask_by_offsets
 from dflash_core.errors import UserError
 from tests.support.chat_families import CHATML, CONTROLS, MASK_TOKEN_ID, TEMPLATES, oracle, small_tokenizer
@@ -400,3 +401,16 @@ def test_a_tokenizer_with_a_normaliser_is_masked_by_offsets() -> None:
     assert encoder._num_bytes is None
     sample = sample_of(encoder, ("user", "e\u0301"), ("assistant", "e\u0301 yes"))
     assert supervised_texts(sample) == ["\u00e9 yes<|im_end|>"]
+
+
+def test_an_encoder_is_kept_while_its_arguments_and_template_stay(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer("chatml")
+    template = tmp_path / "a.jinja"
+    template.write_text(TEMPLATES["chatml"])
+    config = DataConfig(chat_template=str(template))
+    first = chat_encoder(tokenizer, config, None)
+    assert chat_encoder(tokenizer, DataConfig(chat_template=str(template)), None) is first
+    template.write_text(TEMPLATES["chatml"] + "{# other #}")
+    second = chat_encoder(tokenizer, config, None)
+    assert second is not first
+    assert chat_encoder(tokenizer, config, MASK_TOKEN_ID) is not second

@@ -51,6 +51,18 @@ def test_a_split_is_downloaded_once_and_its_licence_shown_once(hub: StubHub, tmp
     assert commit in str(hub_datasets.fetch("hf://datasets/owner/chats?split=train", tmp_path)[0])
 
 
+def test_a_damaged_download_is_fetched_again(hub: StubHub, tmp_path: Path) -> None:
+    """Its file may be a hard link to the one in the cache of huggingface_hub."""
+    before = fetch("owner/chats/data", tmp_path)[:2]
+    [path, _] = hub_datasets.fetch("hf://datasets/owner/chats/data", tmp_path, list)
+    path.write_bytes(b"")
+    assert fetch("owner/chats/data", tmp_path)[:2] == before
+    assert len(hub.downloads()) == 3
+    for record in path.parents[1].glob("*.json"):
+        record.write_text("[1]")
+    assert fetch("owner/chats/data", tmp_path)[:2] == before
+
+
 def test_files_of_the_repository_by_path_directory_glob_and_revision(hub: StubHub, tmp_path: Path) -> None:
     assert fetch("owner/chats/data/a.jsonl", tmp_path)[1] == [b"a\n"]
     assert fetch("owner/chats/data", tmp_path)[1] == [b"a\n", b"b\n"]

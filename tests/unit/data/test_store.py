@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_core.config import DataConfig
+from dflash_core.data import store as store_module
 from dflash_core.data.store import TokenStore, open_store, read_manifest, validation_threshold
 from dflash_core.errors import UserError
 from tests.support.shards import numbered, write_shard
@@ -24,7 +25,18 @@ def test_samples_come_back_as_written(tmp_path: Path) -> None:
     assert [store.token_ids(i).tolist() for i in range(3)] == samples
     assert store.loss_mask(2).tolist() == [0, 1, 1, 1]
     dtypes = (store.lengths.dtype, store.num_eligible.dtype, store.source_id.dtype)
-    assert dtypes == (np.int32, np.int32, np.int16)
+    assert dtypes == (np.int32, np.int32, np.int32)
+
+
+def test_few_of_many_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [write_shard(tmp_path / n, [[i, i + 1]], digest=n) for i, n in enumerate("abcdef", start=10)]
+    expected = TokenStore.open(shards).gather([5, 0, 3, 0, 5])
+    monkeypatch.setattr(store_module, "MOST_MAPPED", 2)
+    store = TokenStore.open(shards)
+    for given, array in zip(store.gather([5, 0, 3, 0, 5]), expected):
+        assert given.tolist() == array.tolist()
+    assert store._mapped.cache_info().currsize == 2
+    assert sorted(int(store.token_ids(i)[0]) for i in range(6)) == list(range(10, 16))
 
 
 def test_gather_concatenates_in_the_requested_order(tmp_path: Path) -> None:

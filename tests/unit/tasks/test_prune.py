@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_core.errors import UserError
 from tasks import prune as pruning
+from tasks.storage.live_runs import live_note, mark_used
 
 
 @pytest.fixture
@@ -39,7 +41,8 @@ def root(tmp_path: Path) -> Path:
             "plans": [str(tmp_path / f"store/plan/p{number}/epoch-000.parquet")],
         }
         (run / "run.json").write_text(json.dumps({"paths": paths}))
-        os.utime(run / "run.json", (100 + number, 100 + number))
+        for path in (run / "run.json", run):
+            os.utime(path, (100 + number, 100 + number))
     (tmp_path / "d" / "latest").symlink_to("run2")
     return tmp_path
 
@@ -83,6 +86,43 @@ def test_young_outputs_may_belong_to_a_running_flow(root: Path) -> None:
 def test_removal(root: Path) -> None:
     removable = pruning.find_removable(root, keep_runs=None, protected_runs=set(), now=1e9)
     assert [item.num_bytes for item in removable] == [5, 5]
-    pruning.remove(removable)
+    assert pruning.remove(root, removable) == removable
     assert sorted(p.name for p in (root / "store" / "plan").iterdir()) == ["p0", "p1", "p2"]
     assert (root / "store/target/t/file").exists()
+
+
+def test_a_moved_root_still_refers_to_its_outputs(root: Path) -> None:
+    """Absolute paths are those of before; the paths that runs write today are relative."""
+    moved = root.rename(root.with_name("moved"))
+    assert names(moved) == ["store/plan/.left-1-x", "store/plan/unused"]
+    run = moved / "d" / "run0" / "run.json"
+    paths = {"run": ".", "target": "../../store/target/t/model", "shards": ["../../store/ingest/a/shard"]}
+    run.write_text(json.dumps({"paths": paths | {"plans": ["../../store/plan/p0/epoch-000.parquet"]}}))
+    assert names(moved) == ["store/plan/.left-1-x", "store/plan/unused"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"paths": 5}'])
+def test_nothing_is_removed_where_a_run_json_is_damaged(root: Path, text: str) -> None:
+    (root / "d" / "run0" / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"run0.run\.json cannot be read .* nothing is removed"):
+        names(root)
+
+
+def test_what_a_live_run_may_use_stays(root: Path) -> None:
+    """A flow marks what it uses, however old; another one is removed although the flow lives."""
+    removable = pruning.find_removable(root, keep_runs=1, protected_runs=set(), now=1e12)
+    with live_note(root, "flow-run", "train-dflash"):
+        for name in ("store/plan/unused", "d/run0"):
+            mark_used(root / name)
+        assert names(root, keep_runs=1, now=1e12) == [
+            "d/run1",
+            "store/plan/.left-1-x",
+            "store/plan/p1",
+        ]
+        # Found before the flow started.
+        removed = [item.path.name for item in pruning.remove(root, removable)]
+    # The run that got its name back keeps its inputs.
+    assert removed == ["run1", ".left-1-x", "p1"]
+    assert (root / "store/plan/unused/file").exists()
+    assert (root / "d/run0/run.json").exists()
+    assert names(root, now=1e12) == ["store/plan/unused"]

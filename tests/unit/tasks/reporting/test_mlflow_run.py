@@ -200,3 +200,9 @@ def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.Mon
     git("add", ".")
     git("commit", "-q", "-m", "this project")
     assert tracking.git_commit() == git("rev-parse", "HEAD")
+
+
+def test_a_data_set_of_many_files_stays_below_mlflows_limit() -> None:
+    shown = tracking._shown_files([f"{'x' * 300}-{i}" for i in range(100_000)])
+    assert shown["num_files"] == 100_000
+    assert len(json.dumps(shown)) < 65_535

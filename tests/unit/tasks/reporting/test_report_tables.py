@@ -45,3 +45,13 @@ def test_over_length_rows_and_their_share_of_tokens() -> None:
     data = {"num_tokens": 9_000, "num_over_length": 2, "num_over_length_tokens": 1_000}
     assert report_tables.over_length_text(data) == "2, at least 10.0%"
     assert report_tables.over_length_text({"num_tokens": 9_000}) == "0, 0.0%"
+
+
+def test_many_sources_are_cut_with_a_count() -> None:
+    """The largest ones are shown; all of them are in profile.json."""
+    number = report_tables.SHOWN_SOURCES + 3
+    sources = [{"source": f"s{i}", "num_tokens": i} for i in range(number)]
+    rows = report_tables.source_rows({"sources": sources, "stats": {"num_tokens": 9}})
+    assert len(rows) == report_tables.SHOWN_SOURCES + 2
+    assert rows[0]["source"] == f"s{number - 1}"
+    assert [row["source"] for row in rows[-2:]] == ["3 more, in profile.json", "all"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_core.config import RunConfig, from_dict, to_dict
+from dflash_core.errors import UserError
 from dflash_core.files import content_digest
 from tasks.storage import run_directory as runs
 
@@ -107,3 +108,51 @@ def test_resumed_run_keeps_its_deciding_settings_and_takes_new_execution_setting
     assert written.data.files == ("a",)
     assert written.training.max_draft_slots == 64
     assert to_dict(written)["optimizer"] == to_dict(before)["optimizer"]
+
+
+def test_paths_under_the_storage_root_are_relative_to_the_run(tmp_path: Path) -> None:
+    """The root may be moved; a target elsewhere stays where it is."""
+    config = config_of(storage_root=str(tmp_path), deployment="d")
+    run = runs.find_run(config, fields_of(config))
+    run.path.mkdir(parents=True)
+    shard = tmp_path / "store" / "ingest" / "a" / "shard"
+    paths = {"run": str(run.path), "target": "/elsewhere/model", "shards": [str(shard)]}
+    runs.write_run(run, config, paths, total_steps=1, mlflow_run_id="m")
+    contents = json.loads((run.path / "run.json").read_text())
+    expected = {"run": ".", "target": "/elsewhere/model", "shards": ["../../store/ingest/a/shard"]}
+    assert contents["paths"] == expected
+
+
+def test_a_resume_remarks_on_other_versions_and_code(tmp_path: Path) -> None:
+    config = config_of(storage_root=str(tmp_path), deployment="d")
+    run = runs.find_run(config, fields_of(config))
+    (run.path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert runs.write_run(run, config, {}, total_steps=1, mlflow_run_id="m") == []
+    assert runs.write_run(run, config, {}, total_steps=1, mlflow_run_id="m") == []
+    contents = json.loads((run.path / "run.json").read_text())
+    assert contents["made_with"].keys() >= {"torch", "transformers", "numpy"}
+    contents["made_with"]["torch"] = "1.0.0"
+    contents["code"]["dflash_core/training/loop.py"] = "other"
+    (run.path / "run.json").write_text(json.dumps(contents))
+    remarks = runs.write_run(run, config, {}, total_steps=1, mlflow_run_id="m")
+    assert "torch 1.0.0, now" in remarks[0]
+    assert remarks[1].endswith(": dflash_core/training/loop.py")
+    # Told once: the run has continued with this code.
+    assert runs.write_run(run, config, {}, total_steps=1, mlflow_run_id="m") == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", "\x00"])
+def test_a_damaged_run_json_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert runs.read_run(tmp_path) is None
+
+
+def test_damaged_files_of_a_finished_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"steps"')
+    with pytest.raises(UserError, match=r"summary\.json cannot be read: .* restore .* or train it again"):
+        runs.read_json(tmp_path / "summary.json")
+    with pytest.raises(UserError, match=r"mlflow\.json cannot be read"):
+        runs.read_json(tmp_path / "mlflow.json")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\x00\x00\n{"step": 3')
+    with pytest.raises(UserError, match=r"metrics\.jsonl has a line that is not JSON"):
+        runs.read_metrics(tmp_path)

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.storage import stages
-from tasks.storage.stages import Stage, read_complete
+from tasks.storage import provenance, stages
+from tasks.storage.pointers import read_complete
+from tasks.storage.stages import Stage
 
 INPUTS = {"text_digest": "d1", "times": 2, "path": "somewhere"}
 
@@ -56,7 +57,7 @@ def test_outputs_appear_complete_under_their_key(tmp_path: Path) -> None:
     pointer = produce(stage, tmp_path)
     # The path is relative, since the root may move.
     assert pointer["path"] == f"store/repeat/{stage.key(INPUTS)}"
-    assert pointer["files"] == ["deep/text"]
+    assert pointer["files"] == {"deep/text": 4}
     assert pointer["length"] == 4
     directory = tmp_path / pointer["path"]
     assert (directory / "deep" / "text").read_text() == "d1d1"
@@ -140,3 +141,114 @@ t.produce(t.make(die), Path({str(tmp_path)!r}))
     assert not read_complete(make().directory(tmp_path, INPUTS))
     pointer = produce(make(), tmp_path)
     assert [p.name for p in (tmp_path / "store" / "repeat").iterdir()] == [Path(pointer["path"]).name]
+
+
+@pytest.mark.parametrize(
+    "name, contents, defect",
+    [
+        ("pointer.json", '{"key"', "pointer.json cannot be read"),
+        ("pointer.json", "\x00\xff", "pointer.json cannot be read"),
+        ("pointer.json", "[1]", "pointer.json is not the pointer of this output"),
+        ("pointer.json", '{"key": "other", "files": []}', "pointer.json is not the pointer of this output"),
+        ("pointer.json", None, "pointer.json cannot be read"),
+        ("deep/text", "", "deep/text has 0 bytes, 4 were written"),
+        ("deep/text", None, "deep/text is not a file"),
+    ],
+)
+def test_damaged_outputs_are_made_again_with_a_remark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, contents: str | None, defect: str
+) -> None:
+    first = produce(make(), tmp_path)
+    damaged = tmp_path / first["path"] / name
+    damaged.unlink()
+    if contents is None:
+        damaged.mkdir()
+    else:
+        damaged.write_text(contents)
+    with caplog.at_level(logging.WARNING, "prefect.train_dflash.stages"):
+        assert produce(make(), tmp_path) == first
+    [remark] = caplog.messages
+    assert defect in remark
+    assert remark.endswith("it is made anew")
+    assert (tmp_path / first["path"] / "deep" / "text").read_text() == "d1d1"
+
+
+def test_a_pointer_without_sizes_is_still_used(tmp_path: Path) -> None:
+    pointer = produce(make(), tmp_path)
+    path = tmp_path / pointer["path"] / "pointer.json"
+    path.write_text(json.dumps(pointer | {"files": ["deep/text"]}))
+    assert read_complete(path.parent)
+    (path.parent / "deep" / "text").unlink()
+    assert not read_complete(path.parent)
+
+
+@pytest.mark.parametrize("is_costly", [False, True])
+def test_versions_count_by_the_written_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_costly: bool
+) -> None:
+    """A cheap stage runs again for 2.9 after 2.8; otherwise outputs are kept, with one remark."""
+    installed = {"torch": "2.8.0+cpu"}
+    monkeypatch.setattr(provenance, "version_of", installed.get)
+    arguments = {"name": "repeat", "version": 1, "locations": ("path",), "libraries": ("torch",)}
+    stage = Stage(repeat, is_costly=is_costly, **arguments)
+    key = stage.key(INPUTS)
+    assert produce(stage, tmp_path)["made_with"] == {"torch": "2.8.0+cpu"}
+    assert caplog.messages == []
+    installed["torch"] = "2.8.1"
+    assert stage.key(INPUTS) == key
+    for _ in range(2):
+        assert produce(stage, tmp_path)["made_with"] == {"torch": "2.8.0+cpu"}
+    [remark] = caplog.messages
+    assert "output of other versions is kept (torch 2.8.0+cpu, now 2.8.1)" in remark
+    installed["torch"] = "2.9.0"
+    assert (stage.key(INPUTS) == key) is is_costly
+
+
+def test_many_stale_outputs_are_made_in_few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven outputs of which one exists, at most two tasks: three outputs each, and one is only read."""
+    stage, groups = make(), []
+    calls = [{"label": str(i), "after": ["target"], **INPUTS, "times": i} for i in range(7)]
+    expected = [produce(stage, tmp_path / "other", {**INPUTS, "times": i}) for i in range(7)]
+    produce(stage, tmp_path, {**INPUTS, "times": 2})
+
+    def submit(group: list[dict], *, label: str, after: list) -> SimpleNamespace:
+        groups.append((label, [arguments["inputs"]["times"] for arguments in group]))
+        pointers = stage.produce_group(group, label=label, after=after)
+        return SimpleNamespace(result=lambda timeout: pointers)
+
+    monkeypatch.setattr(stage.group_task, "with_options", lambda **_: SimpleNamespace(submit=submit))
+    monkeypatch.setattr(stages, "SHOWN_CACHED", 0)
+    monkeypatch.setattr(stages, "MOST_TASKS", 2)
+    monkeypatch.setattr(stages, "get_run_logger", lambda: logging.getLogger("test"))
+    assert stage.map(tmp_path, calls) == expected
+    assert groups == [("repeat 1 to 4 of 7", [0, 1, 3]), ("repeat 5 to 7 of 7", [4, 5, 6])]
+
+
+def test_a_stage_that_two_flows_make_at_once_is_that_of_the_first(tmp_path: Path) -> None:
+    """Both write the same stage; the slower one finds the other's outputs and leaves them as they are."""
+    numbers = iter((1, 2))
+    own = make()
+
+    def counted(out: Path, **inputs: object) -> dict:
+        number = next(numbers)
+        if number == 1:
+            assert produce(own, tmp_path)["number"] == 2
+        (out / "text").write_text(str(number))
+        return {"number": number}
+
+    own.function = counted
+    assert produce(own, tmp_path)["number"] == 2
+    directory = own.directory(tmp_path, INPUTS)
+    assert (directory / "text").read_text() == "2"
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]
+
+
+def test_a_damaged_entry_and_a_refreshed_one_are_replaced(tmp_path: Path) -> None:
+    directory = make().directory(tmp_path, INPUTS)
+    produce(make(), tmp_path)
+    (directory / "deep" / "text").unlink()
+    produce(make(), tmp_path)
+    assert (directory / "deep" / "text").exists()
+    (directory / "deep" / "text").write_text("other")
+    produce(make(), tmp_path, refresh=True)
+    assert (directory / "deep" / "text").read_text() == "d1d1"

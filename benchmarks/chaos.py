@@ -1,0 +1,203 @@
+"""The whole pipeline under faults: whatever happens, the same command repeated ends with the same results.
+
+    python -m benchmarks.chaos --minutes 60
+    python -m benchmarks.chaos --only kill-flow --seed 3        # one kind of fault
+    python -m benchmarks.chaos --minutes 10 --directory DIR     # keep the files, to look at a failure
+
+Claim: a run of train-dflash with a target rank and a drafter rank is struck at random moments by one of many
+faults: processes killed, stopped or continued, a full disk, rewritten inputs, a clock that jumps back, a
+second flow, `prune`, a tracking server that is locked or gone. The same command, repeated, succeeds. Report,
+plans, losses and drafter then equal those of an undisturbed run bit for bit; no process, temporary file,
+incomplete entry of the store or open note is left; and each command that failed has answered with one
+message.
+
+Every round starts with an empty storage root. Prints a line per fault and one line of JSON; exits with 1 if
+anything differed. The moments and victims follow from the seed, the fault and the number of its round.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support import chaos_results
+from benchmarks.support.chaos_faults import FAULTS, Fault, database_of
+from benchmarks.support.chaos_scene import Ended, Scene, send
+from benchmarks.support.chaos_served import SERVED, Served, served_round
+from benchmarks.support.command import parser, print_json
+
+# A fault strikes at most so many commands of a round.
+MAX_STRIKES = 3
+# The first command that nothing strikes has to succeed; `retry` faults may need one more.
+MAX_COMMANDS = 6
+
+
+class Chaos:
+    """Rounds of faults in one directory, compared with an undisturbed run."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        self.root, self.seed = root, seed
+        self.expected: dict[str, Any] = {}
+        self.seconds = 0.0
+        self.rounds: dict[str, int] = dict.fromkeys([*FAULTS, *SERVED], 0)
+        self.served: Served | None = None
+        self.struck: set[str] = set()
+        self.num_rounds = self.num_commands = 0
+        self.failures: list[str] = []
+
+    def run_undisturbed(self) -> None:
+        """Run once without a fault; later rounds are compared with its results."""
+        scene = Scene(self.root)
+        scene.make_inputs()
+        scene.clear()
+        started = time.monotonic()
+        try:
+            ended = scene.end_of(scene.start())
+        finally:
+            send(scene.of("all"), signal.SIGKILL)
+        if ended.code or ended.complaint():
+            sys.exit(f"the undisturbed run failed: {ended.output}{ended.errors}")
+        self.seconds = time.monotonic() - started
+        self.expected = chaos_results.run_results(scene.runs)
+        defects = scene.orphans() + chaos_results.defects(scene.runs, scene.temporary)
+        self.report("undisturbed", 0, [f"{self.seconds:.0f} s"], defects)
+
+    def report(self, name: str, number: int, story: list[str], defects: list[str]) -> None:
+        """Print a line, and the defects below it."""
+        outcome = "FAILED" if defects else "ok"
+        print(f"{name:<18} {number:>3}  {outcome:<6}  {'; '.join(story)}", flush=True)
+        for defect in defects:
+            print(f"    {defect}", flush=True)
+        if defects:
+            self.failures.append(name)
+            print(f"    again: --seed {self.seed} --only {name} --round {number}", flush=True)
+
+    def round(self, name: str) -> None:
+        """Run the pipeline under one fault until it succeeds, and look at what it leaves."""
+        number = self.rounds[name]
+        self.rounds[name] += 1
+        self.num_rounds += 1
+        self.struck.add(name)
+        rng = random.Random(f"{self.seed} {name} {number}")
+        story: list[str] = []
+        defects: list[str] = []
+        try:
+            (self._served_round if name in SERVED else self._round)(name, rng, story, defects)
+        except Exception as error:
+            defects.append(f"{type(error).__name__}: {error}")
+        self.report(name, number, story, defects)
+
+    def _round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
+        scene, fault = Scene(self.root), FAULTS[name]()
+        scene.clear()
+        fault.prepare(scene, rng)
+        try:
+            self._repeat(scene, fault, rng, story, defects)
+            self._compare(scene, database_of(scene), defects)
+        finally:
+            send(scene.of("all"), signal.SIGKILL)
+            fault.close(scene)
+
+    def _served_round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
+        if self.served is None:
+            self.served = Served(self.root)
+            self.served.__enter__()
+        for part, lines in zip((story, defects), served_round(self.served, name, rng, self.seconds)):
+            part += lines
+        self._compare(self.served.scene, self.served.scene.runs / "mlflow.db", defects)
+
+    def _compare(self, scene: Scene, database: Path, defects: list[str]) -> None:
+        defects += chaos_results.defects(scene.runs, scene.temporary, database)
+        defects += chaos_results.differences(chaos_results.run_results(scene.runs), self.expected)
+
+    def close(self) -> None:
+        """End the server and the worker."""
+        if self.served is not None:
+            self.served.__exit__()
+
+    def _repeat(
+        self, scene: Scene, fault: Fault, rng: random.Random, story: list[str], defects: list[str]
+    ) -> None:
+        """Repeat the command until one that nothing struck has succeeded."""
+        num_strikes = 1 if fault.is_survived else rng.choice([1, 1, 2, MAX_STRIKES])
+        for i in range(MAX_COMMANDS):
+            is_struck, ended, words = self._command(scene, fault if i < num_strikes else None, rng, defects)
+            story.append(f"{words} -> {ended.code}")
+            defects += scene.orphans()
+            if complaint := ended.complaint():
+                defects.append(complaint)
+            if ended.code == 0 and i + 1 >= num_strikes:
+                return
+            if ended.code and (fault.is_survived or not is_struck):
+                defects.append(f"failed with {ended.code}: {ended.answer()}")
+        defects.append(f"no success in {MAX_COMMANDS} commands")
+
+    def _command(
+        self, scene: Scene, fault: Fault | None, rng: random.Random, defects: list[str]
+    ) -> tuple[bool, Ended, str]:
+        """Run the command once, with a fault or without; return whether it struck, the end, and words."""
+        self.num_commands += 1
+        scene.process = scene.start()
+        if fault is None:
+            return False, scene.end_of(scene.process), "undisturbed"
+        when, is_now = fault.draw_moment(scene, rng, self.seconds)
+        if not scene.wait_until(is_now):
+            return False, scene.end_of(scene.process), f"ended before {when}"
+        what = fault.strike(scene, rng)
+        ended = scene.end_of(scene.process)
+        defects += fault.mend(scene)
+        return True, ended, f"{what} at {when}"
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--minutes", type=float, default=60.0)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument(
+        "--only", choices=sorted([*FAULTS, *SERVED]), nargs="+", default=[*FAULTS, *SERVED], metavar="FAULT"
+    )
+    arguments.add_argument("--round", type=int, help="one round of each fault, this one")
+    arguments.add_argument("--directory", type=Path, help="keep the files here")
+    given = arguments.parse_args()
+    # SIGTERM ends everything that was started as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    stop = time.monotonic() + 60 * given.minutes
+    with tempfile.TemporaryDirectory() as temporary:
+        root = (given.directory or Path(temporary)).resolve()
+        root.mkdir(parents=True, exist_ok=True)
+        chaos = Chaos(root, given.seed)
+        try:
+            chaos.run_undisturbed()
+            order = list(given.only)
+            random.Random(given.seed).shuffle(order)
+            if given.round is not None:
+                chaos.rounds = dict.fromkeys(chaos.rounds, given.round)
+            while time.monotonic() < stop:
+                for name in order:
+                    if time.monotonic() < stop:
+                        chaos.round(name)
+                if given.round is not None:
+                    break
+        finally:
+            chaos.close()
+    print(f"{chaos.num_rounds} faults, {chaos.num_commands} commands, {len(chaos.failures)} failures")
+    print_json(
+        {
+            "seed": given.seed,
+            "faults": chaos.num_rounds,
+            "commands": chaos.num_commands,
+            "kinds": len(chaos.struck),
+            "undisturbed_seconds": round(chaos.seconds, 1),
+            "failures": chaos.failures,
+        }
+    )
+    return 1 if chaos.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""MLflow's database in a storage root that was moved, copied or damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from dflash_core.config import RunConfig
+from dflash_core.errors import UserError
+from tasks.reporting.mlflow_client import adopt_artifacts
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return RunConfig(storage_root=str(tmp_path))
+
+
+def test_artifacts_are_found_at_the_new_place(config: RunConfig, tmp_path: Path) -> None:
+    """Addresses of other experiments stay; those of an old root that is a prefix of another one as well."""
+    connection = sqlite3.connect(tmp_path / "mlflow.db")
+    connection.execute("CREATE TABLE experiments (artifact_location TEXT)")
+    connection.execute("CREATE TABLE runs (artifact_uri TEXT)")
+    old, other = "file:///old_%/mlflow-artifacts", "mlflow-artifacts:/1"
+    connection.executemany("INSERT INTO experiments VALUES (?)", [(old,), (other,), ("file:///x",)])
+    uris = [f"{old}/r1/artifacts", f"{other}/r2/artifacts", "file:///old_x/mlflow-artifacts/r3/artifacts"]
+    connection.executemany("INSERT INTO runs VALUES (?)", [(uri,) for uri in uris])
+    connection.commit()
+    for _ in range(2):
+        adopt_artifacts(config)
+        new = f"file://{tmp_path}/mlflow-artifacts"
+        locations = connection.execute("SELECT artifact_location FROM experiments").fetchall()
+        assert locations == [(new,), (other,), ("file:///x",)]
+        runs = connection.execute("SELECT artifact_uri FROM runs").fetchall()
+        assert runs == [(f"{new}/r1/artifacts",), (uris[1],), (uris[2],)]
+    connection.close()
+
+
+def test_damage_is_named_before_the_flow_starts(config: RunConfig, tmp_path: Path) -> None:
+    adopt_artifacts(config)
+    (tmp_path / "mlflow.db").touch()
+    adopt_artifacts(config)
+    (tmp_path / "mlflow.db").write_bytes(b"garbage" * 1000)
+    with pytest.raises(UserError, match=r"mlflow\.db cannot be used: .*; restore it from a copy, or move it"):
+        adopt_artifacts(config)
