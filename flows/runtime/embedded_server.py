@@ -1,18 +1,20 @@
 """A Prefect server as a child process of one command, for users who have set no PREFECT_API_URL.
 
-Prefect can start such a server itself; this one differs in five ways. It answers this project alone (see
+Prefect can start such a server itself; this one differs in six ways. It answers this project alone (see
 `flows.runtime.access`). It starts while the flow's modules are being imported, which saves seconds. Ctrl-C
 does not reach it, so the end of the run can still be recorded. Its output goes to a file. It ends with its
-parent, however the parent ends.
+parent, however the parent ends. One that ends earlier is started again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +35,8 @@ REMEDY = (
     "earlier runs, while stages and trainings that are up to date are still skipped"
 )
 
+log = logging.getLogger(__name__)
+
 
 class EmbeddedServer:
     """A Prefect server on loopback, a child in its own session; its database is that of PREFECT_HOME.
@@ -49,6 +53,8 @@ class EmbeddedServer:
         self.hint = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
+        self._environment: dict[str, str] = {}
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         """Start the process and set PREFECT_API_URL; `wait` returns once it answers.
@@ -64,19 +70,37 @@ class EmbeddedServer:
         environment |= {"PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_API_PORT": str(port)}
         if self.port is None:
             environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.runtime.embedded_server", str(port)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._environment = environment
+        self._process = self._start()
         os.environ["PREFECT_API_URL"] = self._url
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "flows.runtime.embedded_server"]
+        with self.log_path.open("ab") as output:
+            return subprocess.Popen(
+                [*command, self._environment["PREFECT_SERVER_API_PORT"]],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _keep(self) -> None:
+        """Start the server again whenever it ends by itself; Prefect's clients repeat their requests."""
+        while (process := self._process) is not None:
+            code = process.wait()
+            # One that ends at once is not started all the time.
+            time.sleep(1.0)
+            with self._lock:
+                # `stop` has ended it.
+                if self._process is not process:
+                    return
+                self._process = self._start()
+            log.warning("Prefect's embedded server has ended with code %d; it is started again", code)
+
     def wait(self) -> None:
-        """Return once the server answers.
+        """Return once the server answers; from then on it is started again where it ends.
 
         Raises:
             RuntimeError: it ended or did not answer in time; the message names its log.
@@ -87,6 +111,8 @@ class EmbeddedServer:
             try:
                 with urllib.request.urlopen(f"{self._url}/health", timeout=5) as answer:
                     if answer.status == 200:
+                        # A server is signalled when the thread ends that started it: this one lasts.
+                        threading.Thread(target=self._keep, daemon=True, name="embedded-server").start()
                         return
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 time.sleep(0.1)
@@ -97,11 +123,12 @@ class EmbeddedServer:
 
     def stop(self) -> None:
         """End the server after sending it the events and logs of this process; may be called twice."""
-        process, self._process = self._process, None
+        if (process := self._process) is not None and process.poll() is None:
+            _send_pending()
+        with self._lock:
+            process, self._process = self._process, None
         if process is None:
             return
-        if process.poll() is None:
-            _send_pending()
         os.environ.pop("PREFECT_API_URL", None)
         process.terminate()
         try:
