@@ -33,6 +33,8 @@ from flows.runtime.system_errors import mistake_of
 from tasks.storage.input_files import check_files
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+# Of Prefect, with handlers of their own.
+LOGGERS = ("", ".flow_runs", ".task_runs", "._internal")
 # From the end of the flow to the end of the process.
 EXIT_SECONDS = 10.0
 
@@ -113,6 +115,8 @@ def set_environment(storage_root: str) -> Path:
 class _OneMessage(logging.Filter):
     """A filter for the console: no tracebacks, no repetitions of a failure; `main` prints one message."""
 
+    # Their messages about a server that does not answer repeat, and hold whole events.
+    HIDDEN_LOGGERS = ("prefect.task_run_recorder", "prefect._internal", "prefect.events")
     HIDDEN_STARTS = ("Finished in state Failed", "Finished in state Crashed", "Finished in state Cancel")
 
     def __init__(self, *, embedded: bool) -> None:
@@ -121,7 +125,7 @@ class _OneMessage(logging.Filter):
         self._hidden_starts = (*self.HIDDEN_STARTS, "View at ") if embedded else self.HIDDEN_STARTS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info or record.name.startswith("prefect.task_run_recorder"):
+        if record.exc_info or record.name.startswith(self.HIDDEN_LOGGERS):
             return False
         text = record.getMessage()
         repeats_failure = "Crash detected" in text or "exception" in text.lower()
@@ -133,8 +137,10 @@ def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
     to_file = logging.FileHandler(log_path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)-7s | %(name)s | %(message)s"))
     console_filter = _OneMessage(embedded=embedded)
+    # Prefect's handler would print each log that the server did not take.
+    logging.raiseExceptions = False
     root = logging.getLogger()
-    for logger in [root, *(logging.getLogger(f"prefect{n}") for n in ("", ".flow_runs", ".task_runs"))]:
+    for logger in [root, *(logging.getLogger(f"prefect{n}") for n in LOGGERS)]:
         for handler in logger.handlers:
             handler.addFilter(console_filter)
         if logger is root or logger.handlers and not logger.propagate:
