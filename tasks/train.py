@@ -118,6 +118,10 @@ def train(
         target_fingerprint=inputs["target_fingerprint"],
     )
     run = runs.find_run(config, fields)
+    if config.training.init_from is not None:
+        # A run or its drafter.
+        for directory in (Path(config.training.init_from), Path(config.training.init_from).resolve().parent):
+            mark_used(directory)
     _log_changes(config, run, logger)
     if run.is_finished and not refresh:
         return _skip(config, run, logger)

@@ -15,6 +15,7 @@ from tasks import evaluate as evaluation
 from tasks import serve_check
 from tasks.storage import run_directory as runs
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import Dataset, EvaluationPointer, TargetPointer, root_of, target_directory
 
 
@@ -31,6 +32,8 @@ def drafter_and_prompts(
     check_options(options)
     path = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
     directory = drafter_directory(path, field="drafter_path").resolve()
+    # A run, as a rule, which `prune` leaves alone meanwhile.
+    mark_used(directory.parent)
     target_pointer = prepare_target(config, options)
     dataset = None if config.evaluation.prompts else ingest_all(config, options, target_pointer)
     return directory, target_pointer, dataset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,35 @@ def test_damaged_files_of_a_finished_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\x00\x00\n{"step": 3')
     with pytest.raises(UserError, match=r"metrics\.jsonl has a line that is not JSON"):
         runs.read_metrics(tmp_path)
+
+
+def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "d" / "run"
+    holder = rf"run .*d/run is in use by process {os.getpid()} on {socket.gethostname()}; wait for it"
+    with runs.locked(run):
+        with pytest.raises(UserError, match=holder), runs.locked(run):
+            pass
+        (run / "file").touch()
+        runs.empty(runs.RunDirectory(path=run, key="k", fields={}))
+        assert [path.name for path in run.iterdir()] == [".lock"]
+        # Emptied or removed, it is still the holder's, or free.
+        with pytest.raises(UserError, match=holder), runs.locked(run):
+            pass
+    with runs.locked(run, wait=True):
+        assert (run / ".lock").read_text().startswith("process ")
+
+
+def test_a_run_that_is_discarded_leaves_the_link_of_another_flow(tmp_path: Path) -> None:
+    first, second, third = (
+        runs.RunDirectory(path=tmp_path / "d" / name, key=name, fields={}) for name in ("a", "b", "c")
+    )
+    for run in (first, second, third):
+        run.path.mkdir(parents=True)
+    runs.point_latest(first.path)
+    previous = runs.point_latest(second.path)
+    runs.point_latest(third.path)
+    runs.discard(second, previous)
+    assert os.readlink(tmp_path / "d" / "latest") == "c"
+    runs.discard(third, previous)
+    assert os.readlink(tmp_path / "d" / "latest") == "a"
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["a", "latest"]
