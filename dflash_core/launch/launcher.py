@@ -32,6 +32,7 @@ from dflash_core.launch.layout import ranks_per_node
 from dflash_core.launch.metrics_forwarder import MetricsForwarder, OnMetrics
 from dflash_core.launch.rank_status import START_PHASES, explain, read_errors, read_records
 from dflash_core.launch.stop_signal import end_with_parent, known_parent
+from dflash_core.processes import is_gone
 
 RANK_MODULE = "dflash_core.training.rank"
 TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
@@ -234,7 +235,7 @@ def _local_processes(records: list[dict[str, Any]]) -> list[psutil.Process]:
         if record["host"] == socket.gethostname():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(record["pid"])
-                if process.create_time() <= record["started"] and RANK_MODULE in process.cmdline():
+                if not is_gone(record) and RANK_MODULE in process.cmdline():
                     processes.append(process)
     return processes
 

@@ -13,7 +13,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.errors import Stopped, UserError
+from dflash_core.processes import this_process
 
 START_PHASES = ("starting", "load", "connect", "probe")
 _RECORD_BYTES = 1024
@@ -41,9 +41,7 @@ class RankRecord:
         self._record: dict[str, Any] = {
             "rank": rank,
             "role": role,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": time.time(),
+            **this_process(),
             "status": "running",
             "step": 0,
             "microbatch": 0,

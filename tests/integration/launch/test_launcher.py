@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from dflash_core.config import RunConfig, TrainingConfig
 from dflash_core.launch import launcher, rank_status
 from dflash_core.launch.launcher import notify, stop
 from dflash_core.launch.rank_status import RankRecord, read_records
+from dflash_core.processes import start_of
 from tests.support.waiting import wait_until
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_while_watching_stops_torchrun_and_calls_no_hook(
 
 def test_a_launch_waits_for_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leftover = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)", launcher.RANK_MODULE])
-    record = {"rank": 0, "pid": leftover.pid, "host": socket.gethostname(), "started": time.time() + 1}
+    record = {"rank": 0, "pid": leftover.pid, "host": socket.gethostname(), "started": start_of(leftover.pid)}
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank-0.json").write_text(json.dumps(record))
 
