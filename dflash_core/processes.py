@@ -20,7 +20,7 @@ def start_of(pid: int) -> str | None:
     """Return the boot and the time at which a process of this machine started; None where there is none."""
     if Path("/proc/self/stat").exists():
         with contextlib.suppress(OSError):
-            # The name in parentheses may itself hold blanks and parentheses; field 3 is the state, 22 the start.
+            # The name in parentheses may hold blanks and parentheses; field 3 is the state, 22 the start.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             # It has ended, and nobody has asked for its exit code.
             if fields[0] in "ZX":
