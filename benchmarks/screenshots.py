@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import quote
 
 from benchmarks.support import command
+from dflash_core.telemetry import NO_TELEMETRY
 
 # Limit for a page to show the names that it must.
 PAGE_SECONDS = 90.0
@@ -173,9 +174,7 @@ def environment_of(root: Path) -> dict[str, str]:
         **os.environ,
         "PREFECT_HOME": str(root / "prefect"),
         "PREFECT_UI_API_URL": f"http://127.0.0.1:{PREFECT_PORT}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **NO_TELEMETRY,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     environment.pop("PREFECT_API_URL", None)

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, without_servers, write_rows
+from dflash_core.telemetry import NO_TELEMETRY
 
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
@@ -77,8 +78,7 @@ class PrefectServices:
         self.environment = without_servers() | {
             "PREFECT_HOME": str(path / "prefect"),
             "PREFECT_API_URL": self.url,
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "DO_NOT_TRACK": "true",
+            **NO_TELEMETRY,
             "OMP_NUM_THREADS": "1",
         }
         self.worker: subprocess.Popen[bytes] | None = None

@@ -23,6 +23,7 @@ from typing_extensions import TypedDict
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
+from dflash_core.redaction import redact_log_records, redacted_exceptions
 from flows.runtime import deployments
 from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
@@ -90,11 +91,12 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def entry(*args: Any, **given: Any) -> Any:
+            redact_log_records()
             del args, given  # Prefect also holds them as the parameters of the run
             flow_run_id = str(runtime.flow_run.id)
             config, options = _settings(name, flow_run_id)
             check_files(config)
-            with process_note(flow_run_id), task_runner(config):
+            with redacted_exceptions(), process_note(flow_run_id), task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)

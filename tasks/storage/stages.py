@@ -28,6 +28,7 @@ from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
+from dflash_core.redaction import redacted_exceptions
 
 POINTER = "pointer.json"
 # Number of cached task runs of one stage that a flow run shows.
@@ -202,6 +203,7 @@ class Stage:
             for i in range(len(calls))
         ]
 
+    @redacted_exceptions()
     def produce(
         self,
         storage_root: str,
