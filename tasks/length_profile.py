@@ -6,11 +6,12 @@ the other relations read. The stage reruns when lengths or the SQL change; its k
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 

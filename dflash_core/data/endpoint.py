@@ -145,9 +145,8 @@ class Endpoint:
             usage = completion.get("usage") or {}
             message: Message = {"role": "assistant", "content": received.get("content") or ""}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._unusable(
-                f"answers {redact(body.decode(errors='replace'))[:120]!r}, which is not a chat completion"
-            ) from error
+            shown = redact(body.decode(errors="replace"))[:120]
+            raise self._unusable(f"answers {shown!r}, which is not a chat completion") from error
         if reason not in ("stop", "length", "tool_calls"):
             return Rejection("answer withheld by the endpoint", f"finish_reason {reason!r}")
         if received.get("tool_calls"):
