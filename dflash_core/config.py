@@ -49,7 +49,10 @@ DATA_COLUMNS = (
     *("input_ids", "loss_mask"),
 )
 # names at the top of the storage root that are no deployments
-RESERVED_NAMES = ("store", "prefect", "logs", "latest", "mlflow.db", "mlflow-artifacts", "mlartifacts")
+RESERVED_NAMES = (
+    *("store", "prefect", "logs", "hub", "open-runs", "serve-check", "latest"),
+    *("mlflow.db", "mlflow-artifacts", "mlartifacts"),
+)
 NAME_CHARACTERS = 100
 # columns that prompt sets have besides these, see dflash_core/data/prompts.py
 PROMPT_COLUMNS = ("turns", "problem", "text")
@@ -76,12 +79,10 @@ def _require(condition: bool, name: str, value: object, allowed: str) -> None:
 
 
 def plain_name(name: str, field_name: str) -> str:
-    """Return a name that becomes a part of a path, or raise `UserError`."""
+    """Return a name that becomes a part of a path or of a metric's name, or raise `UserError`."""
     fits = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name) and len(name) <= NAME_CHARACTERS
     allowed = f"up to {NAME_CHARACTERS} letters, digits and ._- that start with a letter, a digit or _"
     _require(bool(fits), field_name, name, allowed)
-    is_free = name.lower() not in RESERVED_NAMES
-    _require(is_free, field_name, name, f"any name but {', '.join(RESERVED_NAMES)}")
     return name
 
 
@@ -488,7 +489,8 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        plain_name(self.deployment, "deployment")
+        is_free = plain_name(self.deployment, "deployment").lower() not in RESERVED_NAMES
+        _require(is_free, "deployment", self.deployment, f"any name but {', '.join(RESERVED_NAMES)}")
         address, on_threads = self.task_runner_address, self.task_runner == "threads"
         allowed = "null with task_runner threads"
         _require(address is None or not on_threads, "task_runner_address", address, allowed)

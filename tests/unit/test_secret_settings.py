@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from dflash_core.config import RunConfig, from_dict
+from dflash_core.config import RESERVED_NAMES, RunConfig, from_dict
 from dflash_core.errors import UserError
 
 BAD_NAMES = ["../escape", "/abs", "a/b", "", ".", "..", ".hidden", "-x", "a\n", "a b", "x" * 101]
-RESERVED = ["store", "prefect", "logs", "latest", "Store", "mlflow.db", "mlartifacts", "mlflow-artifacts"]
 
 
-@pytest.mark.parametrize("name", BAD_NAMES + RESERVED)
+@pytest.mark.parametrize("name", [*BAD_NAMES, *RESERVED_NAMES, "Store"])
 def test_a_deployment_is_a_plain_name(name: str) -> None:
     with pytest.raises(UserError, match=r"^deployment: .* is not allowed; allowed: "):
         RunConfig(deployment=name)
