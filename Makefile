@@ -73,7 +73,8 @@ serve: $(INSTALLED)  ## run a Prefect server, its UI and all deployments in one 
 # `prefect deployment run train-dflash/quickstart --watch` starts a run (see README.md).
 POOLS := dflash-train dflash-data
 PREFECT_URL := http://127.0.0.1:4200
-PRIVACY := PREFECT_SERVER_ANALYTICS_ENABLED=false DO_NOT_TRACK=true MLFLOW_DISABLE_TELEMETRY=true
+PRIVACY := DO_NOT_TRACK=true PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_DISABLE_TELEMETRY=true \
+	HF_HUB_DISABLE_TELEMETRY=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0
 AUTH := "$${PREFECT_API_AUTH_STRING:-$$(cat runs/prefect/auth-string)}"
 PREFECT_ENV := PREFECT_HOME=$(CURDIR)/runs/prefect PREFECT_API_URL=$(PREFECT_URL)/api $(PRIVACY) \
 	PREFECT_API_AUTH_STRING=$(AUTH)

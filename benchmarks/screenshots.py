@@ -27,6 +27,7 @@ from typing import Any
 from urllib.parse import quote
 
 from benchmarks.support import command
+from dflash_core.telemetry import NO_TELEMETRY
 
 # Limit for a page to show the names that it must.
 PAGE_SECONDS = 90.0
@@ -179,8 +180,7 @@ def environment_of(root: Path) -> dict[str, str]:
     environment = {
         **os.environ,
         "PREFECT_HOME": str(root / "prefect"),
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **NO_TELEMETRY,
     }
     for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"):
         environment.pop(name, None)

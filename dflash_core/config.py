@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.errors import UserError
+from dflash_core.redaction import looks_secret
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -49,6 +51,12 @@ DATA_COLUMNS = (
     *("instruction", "input", "prompt", "question", "response", "completion", "answer", "output"),
     *("input_ids", "loss_mask"),
 )
+# names at the top of the storage root that are no deployments
+RESERVED_NAMES = (
+    *("store", "prefect", "logs", "hub", "open-runs", "serve-check", "latest"),
+    *("mlflow.db", "mlflow-artifacts", "mlartifacts"),
+)
+NAME_CHARACTERS = 100
 # columns that prompt sets have besides these, see dflash_core/data/prompts.py
 PROMPT_COLUMNS = ("turns", "problem", "text")
 
@@ -82,6 +90,20 @@ def _require(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raise `UserError` for the value of the setting `name` unless `condition` holds."""
     if not condition:
         raise UserError(f"{name}: {value!r} is not allowed; allowed: {allowed}")
+
+
+def plain_name(name: str, field_name: str) -> str:
+    """Return a name that becomes a part of a path or of a metric's name, or raise `UserError`."""
+    fits = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name) and len(name) <= NAME_CHARACTERS
+    allowed = f"up to {NAME_CHARACTERS} letters, digits and ._- that start with a letter, a digit or _"
+    _require(bool(fits), field_name, name, allowed)
+    return name
+
+
+def _require_no_secret(value: str | None, name: str, advice: str) -> None:
+    """Raise `UserError` for a setting that holds a password or a token, because settings are recorded."""
+    if value is not None and looks_secret(value):
+        raise UserError(f"{name}: {value!r} holds a secret, and settings are recorded; allowed: {advice}")
 
 
 def _at_least(config: Any, section: str, least: int, names: str) -> None:
@@ -402,7 +424,7 @@ class TrainingConfig:
     # also computes the mean loss of the initial weights over the first epoch; the strategy must not change it
     check_initial_loss: bool = execution_field(False)
     stall_seconds: float = execution_field(1800.0)
-    # shell command or http(s) URL to which a failure or a stall is reported
+    # shell command or http(s) URL to which a failure or a stall is reported; env:NAME: in that variable
     on_failure: str | None = execution_field(None, "own")
 
     def __post_init__(self) -> None:
@@ -411,6 +433,8 @@ class TrainingConfig:
         _at_least(self, "training", 1, "max_draft_slots prefetch max_inflight_microbatches validate_every")
         _at_least(self, "training", 1, "num_validation_samples checkpoint_every_steps keep_last log_every")
         _at_least(self, "training", 0, "seed")
+        advice = "env:NAME, the environment variable that holds it, or a command that reads $NAME"
+        _require_no_secret(self.on_failure, "training.on_failure", advice)
         allowed = "'random' with training.init_from, which gives every weight"
         is_free = self.init_from is None or self.first_weights == "random"
         _require(is_free, "training.first_weights", self.first_weights, allowed)
@@ -443,12 +467,17 @@ class EvaluationConfig:
 class TrackingConfig:
     """Where runs are recorded."""
 
-    # None: sqlite under storage_root
+    # None: sqlite under storage_root; env:NAME: the address in that environment variable
     uri: str | None = execution_field(None, "own")
     experiment: str = execution_field("train-dflash")
     # tag experiment_group, to compare runs
     group: str | None = execution_field(None)
     system_metrics: bool = execution_field(True)
+
+    def __post_init__(self) -> None:
+        plain_name(self.experiment, "tracking.experiment")
+        advice = "env:NAME, the environment variable that holds the address, or MLFLOW_TRACKING_USERNAME and "
+        _require_no_secret(self.uri, "tracking.uri", advice + "MLFLOW_TRACKING_PASSWORD in the environment")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,6 +503,8 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
+        is_free = plain_name(self.deployment, "deployment").lower() not in RESERVED_NAMES
+        _require(is_free, "deployment", self.deployment, f"any name but {', '.join(RESERVED_NAMES)}")
         address, on_threads = self.task_runner_address, self.task_runner == "threads"
         allowed = "null with task_runner threads"
         _require(address is None or not on_threads, "task_runner_address", address, allowed)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dflash_core.redaction import redact
+
 
 class UserError(ValueError):
-    """A user's mistake: the message names the field or the file and line, the value, and what is allowed."""
+    """A user's mistake: the message names the field or the file and line, the value, and what is allowed.
+
+    Secrets in the message are hidden.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 class Stopped(Exception):

@@ -19,6 +19,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core import run_statistics
 from dflash_core.config import RunConfig
 from dflash_core.files import complete_file, content_digest, publish_directory, write_json
+from dflash_core.redaction import redacted_exceptions
 from dflash_core.run_statistics import RunMetrics
 from tasks import report
 from tasks.plans import Lengths, lengths_of, load_plan
@@ -133,6 +134,7 @@ def report_comparison(
     timeout_seconds=PUBLISH_SECONDS,
     **RETRY_IO,
 )
+@redacted_exceptions()
 def write_comparison(
     config: RunConfig, results: list[Result], metrics: list[RunMetrics], edges: list[int]
 ) -> dict[str, Any]:

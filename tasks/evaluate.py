@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, EvaluationConfig, from_dict
+from dflash_core.config import DataConfig, EvaluationConfig, from_dict, plain_name
 from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
@@ -32,7 +32,7 @@ def prompt_set_digests(
         assert dataset_digest is not None
         return [{"name": VALIDATION_SET, "digest": dataset_digest}]
     paths = [Path(name).expanduser() for name in config.prompts]
-    sets = [{"name": path.name.split(".")[0], "digest": digests.of(path)} for path in paths]
+    sets = [{"name": _set_name(path), "digest": digests.of(path)} for path in paths]
     names = [prompt_set["name"] for prompt_set in sets]
     if len(set(names)) != len(names):
         raise UserError(f"evaluation.prompts: {names} is not allowed; allowed: files of different names")
@@ -152,3 +152,8 @@ def _template_digest(data: DataConfig, digests: FileDigests) -> str | None:
     if not data.template_arguments and data.template_date == DataConfig.template_date:
         return own
     return content_digest([own, data.template_arguments, data.template_date])
+
+
+def _set_name(path: Path) -> str:
+    """Return the name of a prompt set: its file's name up to the first dot."""
+    return plain_name(path.name.split(".")[0], "evaluation.prompts")

@@ -6,11 +6,12 @@ the other relations read. The stage reruns when lengths or the SQL change; its k
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,21 @@ RELATIONS = ("length_counts", "length_stats", "length_histogram", "source_stats"
 MAX_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 
 
-def connect() -> Any:
-    """Open DuckDB in memory: offline, with bounded memory and threads, spilling to temporary files."""
+@contextlib.contextmanager
+def connect() -> Iterator[Any]:
+    """Open DuckDB in memory: offline, with bounded memory and threads, spilling to a private directory."""
     import duckdb
 
-    return duckdb.connect(
-        config={
+    with tempfile.TemporaryDirectory(prefix="dflash-") as directory:
+        config = {
             "threads": min(8, os.cpu_count() or 1),
             "memory_limit": "2GB",
-            "temp_directory": tempfile.gettempdir(),
+            "temp_directory": directory,
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
         }
-    )
+        with duckdb.connect(config=config) as connection:
+            yield connection
 
 
 def query(connection: Any, name: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.config import DataConfig, RegenerateConfig, RunConfig, decisive, from_dict, to_dict
+from dflash_core.references import secret_value
 from tasks.ingest import Source
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.pointers import RegeneratedPointer, TargetPointer
@@ -89,7 +90,7 @@ def _generator(
         return Endpoint(
             config,
             model["model"],
-            api_key=os.environ.get(config.api_key_env),
+            api_key=_api_key(config),
             stop_token_ids=stop_token_ids,
             template_arguments=data.template_arguments,
         )
@@ -201,3 +202,9 @@ def where_of(config: RunConfig, source: Source, storage_root: Path, target_direc
         "device_map": config.target.device_map,
         "device": config.training.device,
     }
+
+
+def _api_key(config: RegenerateConfig) -> str | None:
+    """Return the endpoint's key, or None: endpoints on the own machine need none."""
+    name = config.api_key_env
+    return secret_value(f"env:{name}", "regenerate.api_key_env") if os.environ.get(name) else None

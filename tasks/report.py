@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig
 from dflash_core.files import complete_file, content_digest, publish_directory, write_json
+from dflash_core.redaction import redacted_exceptions
 from tasks.reporting import mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.report_tables import PLAN_FIGURES, summary_rows, to_markdown
@@ -184,6 +185,7 @@ def report_run(
     timeout_seconds=PUBLISH_SECONDS,
     **RETRY_IO,
 )
+@redacted_exceptions()
 def write_report(
     config: RunConfig,
     *,

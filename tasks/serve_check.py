@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import EvaluationConfig, RunConfig, from_dict
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.files import write_json
+from dflash_core.redaction import redacted_exceptions
 from dflash_core.serving.check import check_result
 from dflash_core.serving.engine import SCRIPT, engine_version, run_engine, shifted_copy
 from tasks import report
@@ -36,6 +37,7 @@ class ServeCheckFailed(Exception):  # noqa: N818 (an outcome, not a programming 
 
 
 @task(name="serve-check", task_run_name="serve-check", cache_policy=NO_CACHE, persist_result=False)
+@redacted_exceptions()
 def check_engine(
     config: dict[str, Any],
     *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
+from dflash_core.redaction import redacted_exceptions
 from tasks.plans import plan_file
 from tasks.report import dataset_figures
 from tasks.reporting import mlflow_client
@@ -91,6 +92,7 @@ def train_run(
     retry_delay_seconds=[5, 30],
     retry_condition_fn=_can_resume,
 )
+@redacted_exceptions()
 def train(
     config: RunConfig,
     inputs: dict[str, Any],
@@ -276,7 +278,10 @@ def _locked_accelerators(config: RunConfig, logger: Any) -> Iterator[None]:
     if config.training.device == "cpu" or not list(Path("/dev").glob("nvidia[0-9]*")):
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"dflash-accelerators-{os.getuid()}.lock").open("a+") as lock:
+    # In the user's own directory: in a shared one, others could hold the lock or put a link in its place.
+    directory = Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache") / "train-dflash"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (directory / f"accelerators-{socket.gethostname()}.lock").open("a+") as lock:
         try:
             locks.lock(lock, wait=False)
         except BlockingIOError:

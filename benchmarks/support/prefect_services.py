@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, without_servers, write_rows
+from dflash_core.telemetry import NO_TELEMETRY
 
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
@@ -98,8 +99,7 @@ class PrefectServices:
             "PREFECT_API_URL": self.url,
             # What requests may name, besides the project's directory.
             "DFLASH_ALLOWED": shlex.join([str(path), str(target), self.mlflow_uri]),
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "DO_NOT_TRACK": "true",
+            **NO_TELEMETRY,
             "OMP_NUM_THREADS": "1",
         }
         self.worker: subprocess.Popen[bytes] | None = None

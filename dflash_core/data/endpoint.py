@@ -23,6 +23,7 @@ from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import Answer, Message, Request
 from dflash_core.data.chat import Rejection
 from dflash_core.errors import UserError
+from dflash_core.redaction import redact
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 _RETRIED_STATUS = (408, 409, 429)
@@ -122,7 +123,7 @@ class Endpoint:
                 with urllib.request.urlopen(http, timeout=self.config.timeout_seconds) as response:
                     return self._answer(response.read())
             except urllib.error.HTTPError as error:
-                response_text = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+                response_text = " ".join(redact(error.read(2000).decode(errors="replace")).split())[:300]
                 reported = f"{error.code} {response_text}"
                 if error.code in _REJECTED_STATUS:
                     return Rejection("prompt rejected by the endpoint", reported)
@@ -144,7 +145,8 @@ class Endpoint:
             usage = completion.get("usage") or {}
             message: Message = {"role": "assistant", "content": received.get("content") or ""}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._unusable(f"answers {body[:120]!r}, which is not a chat completion") from error
+            shown = redact(body.decode(errors="replace"))[:120]
+            raise self._unusable(f"answers {shown!r}, which is not a chat completion") from error
         if reason not in ("stop", "length", "tool_calls"):
             return Rejection("answer withheld by the endpoint", f"finish_reason {reason!r}")
         if received.get("tool_calls"):

@@ -33,6 +33,8 @@ from dflash_core.launch.metrics_forwarder import MetricsForwarder, OnMetrics
 from dflash_core.launch.rank_status import START_PHASES, explain, read_errors, read_records
 from dflash_core.launch.stop_signal import end_with_parent, known_parent
 from dflash_core.processes import is_gone
+from dflash_core.redaction import redact
+from dflash_core.references import secret_value
 
 RANK_MODULE = "dflash_core.training.rank"
 TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
@@ -247,7 +249,9 @@ def notify(hook: str | None, run_dir: Path, message: str) -> None:
     """
     if hook is None:
         return
+    setting = hook
     try:
+        hook = secret_value(setting, "training.on_failure")
         if hook.startswith(("http://", "https://")):
             body = json.dumps({"run": str(run_dir), "message": message}).encode()
             request = urllib.request.Request(hook, body, {"Content-Type": "application/json"})
@@ -255,8 +259,8 @@ def notify(hook: str | None, run_dir: Path, message: str) -> None:
         else:
             variables = {**os.environ, "DFLASH_RUN": str(run_dir), "DFLASH_MESSAGE": message}
             subprocess.run(hook, shell=True, timeout=30, check=True, env=variables)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"training.on_failure: {hook!r} failed: {error}", flush=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        print(redact(f"training.on_failure: {setting!r} failed: {error}"), flush=True)
 
 
 def main(arguments: list[str]) -> int:

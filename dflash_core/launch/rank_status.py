@@ -21,6 +21,7 @@ from typing import Any
 
 from dflash_core.errors import Stopped, UserError
 from dflash_core.processes import this_process
+from dflash_core.redaction import redact
 
 START_PHASES = ("starting", "load", "connect", "probe")
 _RECORD_BYTES = 1024
@@ -91,8 +92,8 @@ class RankRecord:
             "time": time.time(),
             "type": type(error).__name__,
             "user_error": isinstance(error, UserError),
-            "message": text,
-            "traceback": "".join(traceback.format_exception(error)),
+            "message": redact(text),
+            "traceback": redact("".join(traceback.format_exception(error))),
         }
         with contextlib.suppress(OSError):  # a full disk must not hide the first error
             self._error.write_text(json.dumps(report, indent=1))

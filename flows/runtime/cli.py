@@ -27,6 +27,8 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
+from dflash_core.redaction import redact, redact_log_records
+from dflash_core.telemetry import NO_TELEMETRY
 from flows.runtime import access, deployments
 from flows.runtime.embedded_server import EmbeddedServer
 from flows.runtime.system_errors import mistake_of
@@ -89,20 +91,22 @@ def set_environment(storage_root: str) -> Path:
     """
     root = Path(storage_root).expanduser().resolve()
     try:
-        (root / "prefect").mkdir(parents=True, exist_ok=True)
+        if not root.exists():
+            # Data, logs and databases are for the owner; an existing directory keeps its mode.
+            root.mkdir(mode=0o700, parents=True)
+        (root / "prefect").mkdir(exist_ok=True)
         (root / "logs").mkdir(exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"storage_root: {storage_root!r} cannot be written: {reason}") from error
+    redact_log_records()
     defaults = {
         "PREFECT_HOME": str(root / "prefect"),
         # Prefect's own default of 20 s is too short on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         # The server logs its own shutdown as an error.
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **NO_TELEMETRY,
         "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}",
         "MPLBACKEND": "Agg",
     }
@@ -239,7 +243,8 @@ def _run(flow_name: str, config: RunConfig, options: deployments.FlowOptions) ->
         logging.getLogger().error("the flow failed", exc_info=error)
         if (mistake := mistake_of(error)) is not None:
             raise mistake from error
-        print(f"error: {flow_name}: {type(error).__name__}: {error}\nlog: {log_path}", file=sys.stderr)
+        message = redact(f"error: {flow_name}: {type(error).__name__}: {error}")
+        print(f"{message}\nlog: {log_path}", file=sys.stderr)
         return EXIT_FAILED
     finally:
         if server is not None:

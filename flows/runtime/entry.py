@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
+from dflash_core.redaction import redact_log_records, redacted_exceptions
 from flows.runtime import deployments
 from flows.runtime.crashed_runs import process_note
 from flows.runtime.deployments import FlowOptions
@@ -94,13 +95,15 @@ def run_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def entry(*args: Any, **given: Any) -> Any:
+            redact_log_records()
             del args, given  # Prefect also holds them as the parameters of the run
             flow_run_id = str(runtime.flow_run.id)
             config, options = _settings(name, flow_run_id)
             check_files(config)
             adopt_artifacts(config)
             root = Path(config.storage_root).expanduser().resolve()
-            with process_note(flow_run_id), live_note(root, flow_run_id, name), task_runner(config):
+            notes = (process_note(flow_run_id), live_note(root, flow_run_id, name))
+            with redacted_exceptions(), notes[0], notes[1], task_runner(config):
                 return function(config, options)
 
         signature = _signature(info.options)

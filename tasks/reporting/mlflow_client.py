@@ -20,6 +20,8 @@ from dflash_core.config import RunConfig
 from dflash_core.databases import LOCK_SECONDS, check_database, database_errors
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
+from dflash_core.redaction import redact
+from dflash_core.references import secret_value
 from tasks.storage import locks
 
 # Address of the server that `make ui` starts.
@@ -47,7 +49,9 @@ def tracking_uri(config: RunConfig) -> str:
     It is the setting, else the environment variable, else a sqlite database under the storage root.
     """
     root = Path(config.storage_root).resolve()
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
+    if config.tracking.uri:
+        return secret_value(config.tracking.uri, "tracking.uri")
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
 
 
 def open_client(config: RunConfig) -> tuple[Any, str]:
@@ -118,7 +122,7 @@ def adopt_artifacts(config: RunConfig) -> None:
 def run_url(config: RunConfig, experiment_id: str, run_id: str) -> str:
     """Return the address of the run's page on the tracking server, or on the one that `make ui` starts."""
     uri = tracking_uri(config)
-    server = uri.rstrip("/") if uri.startswith("http") else LOCAL_UI
+    server = redact(uri).rstrip("/") if uri.startswith("http") else LOCAL_UI
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}"
 
 

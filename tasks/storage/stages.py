@@ -30,6 +30,7 @@ from prefect.futures import PrefectFuture
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
+from dflash_core.redaction import redacted_exceptions
 from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import POINTER, read_complete, read_pointer
 from tasks.storage.provenance import changed_versions, minor_versions, versions
@@ -254,6 +255,7 @@ class Stage:
         del label, after
         return [self.produce(**arguments) for arguments in group]
 
+    @redacted_exceptions()
     def produce(
         self,
         storage_root: str,

@@ -14,6 +14,7 @@ HEAVY = {"prefect", "mlflow", "duckdb"}
 
 # Each floor imports from the floors above it in this list, never from its own or a later one.
 FLOORS = [
+    {"dflash_core.redaction", "dflash_core.telemetry"},
     # the table of strategies is data that the settings read, so it lies below the room that it describes
     {"dflash_core.errors", "dflash_core.processes", "dflash_core.batching.strategies"},
     {
@@ -23,6 +24,7 @@ FLOORS = [
         "dflash_core.visibility",
         "dflash_core.run_statistics",
     },
+    {"dflash_core.references"},
     {"dflash_core.config"},
     {"dflash_core.microbatch"},
     {"dflash_core.data", "dflash_core.batching", "dflash_core.kernels", "dflash_core.launch"},

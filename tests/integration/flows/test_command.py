@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,6 +27,21 @@ PLAN_FIGURES = {"padding_efficiency", "num_microbatches", "mixing_microbatch", "
 ALL_STRATEGIES = {"sorted", "sorted_fresh", "random", "bucketed", "packed"}
 
 
+CANARY = "Canary-5f3a9b1c7d"
+# Every process of the commands writes the host of each connection and look-up to the file $CONNECTIONS.
+AUDIT = """
+import os, sys
+def note(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        address = arguments[1] if event == "socket.connect" else arguments
+        host = address[0] if isinstance(address, tuple) else "local"
+        with open(os.environ["CONNECTIONS"], "a") as file:
+            file.write(f"{host!r}\\n")
+if "CONNECTIONS" in os.environ:
+    sys.addaudithook(note)
+"""
+
+
 class WorkingDirectory:
     """A working directory with data and the settings of a small run."""
 
@@ -36,12 +54,24 @@ class WorkingDirectory:
             **SMALL_SETTINGS,
             "target": {"name": str(self.target)},
             "data": {"files": ["a.jsonl"], "min_validation_samples": 4, "limit": None},
-            "tracking": {"system_metrics": False},
+            "tracking": {"system_metrics": False, "uri": "env:TRACKING"},
+            "training": {**SMALL_SETTINGS.get("training", {}), "on_failure": "env:FAILURE_HOOK"},
         }
         return flow_command(flow, "quickstart", settings, sections)
 
     def environment(self) -> dict[str, str]:
-        return flow_environment() | {"OMP_NUM_THREADS": "1"}
+        (self.path / "audit").mkdir(exist_ok=True)
+        (self.path / "audit" / "sitecustomize.py").write_text(AUDIT)
+        given = flow_environment()
+        return given | {
+            "PYTHONPATH": f"{self.path / 'audit'}{os.pathsep}{given['PYTHONPATH']}",
+            "CONNECTIONS": str(self.path / "connections.txt"),
+            "OMP_NUM_THREADS": "1",
+            "TRACKING": self.mlflow_uri(),
+            "FAILURE_HOOK": f"curl -H 'Authorization: Bearer {CANARY}' http://127.0.0.1:9/",
+            "OPENAI_API_KEY": f"{CANARY}\n",
+            "HF_TOKEN": f"hf_{CANARY}",
+        }
 
     def run(self, flow: str = "train_dflash", **sections: Any) -> subprocess.CompletedProcess:
         command = self.arguments(flow, **sections)
@@ -270,3 +300,40 @@ def test_what_reruns_in_fresh_processes(tmp_path: Path, tiny_target_dir: Path) -
     done = directory.run("rebucket", **common)
     assert executed(done)[:2] == ["edges", "ingest"]
     assert not list(store.glob(".*"))
+
+
+def test_every_connection_of_a_run_stays_on_this_machine(trained: WorkingDirectory) -> None:
+    hosts = set((trained.path / "connections.txt").read_text().split("\n")) - {""}
+    own = ["127.0.0.1", "::1", "localhost", "local", "", "0.0.0.0", socket.gethostname(), socket.getfqdn()]
+    assert "'127.0.0.1'" in hosts
+    assert hosts - {repr(host) for host in own} - {repr(host.encode()) for host in own} - {"None"} == set()
+
+
+class _Echo(http.server.BaseHTTPRequestHandler):
+    """An endpoint that refuses every key and repeats it."""
+
+    def do_POST(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(f"wrong key: {self.headers['Authorization']}".encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_no_secret_is_kept_in_a_file(trained: WorkingDirectory) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        failed = trained.run(deployment="echo", regenerate={"enabled": True, "base_url": url})
+        server.shutdown()
+    refused = trained.run(deployment="echo", tracking={"uri": f"http://me:{CANARY}@127.0.0.1:9"})
+    assert failed.returncode == 2, failed.stderr
+    assert "answers 401 wrong key: Bearer ***" in failed.stderr
+    assert refused.returncode == 2, refused.stderr
+    assert "tracking.uri: 'http://***@127.0.0.1:9' holds a secret" in refused.stderr
+    assert CANARY not in failed.stdout + failed.stderr + refused.stdout + refused.stderr
+    files = [path for path in (trained.path / "runs").rglob("*") if path.is_file()]
+    assert {"prefect.db", "mlflow.db", "run.json"} <= {path.name for path in files}
+    assert [str(path) for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert (trained.path / "runs").stat().st_mode & 0o777 == 0o700

@@ -77,13 +77,22 @@ def test_a_rank_that_stays_in_a_phase_is_a_stall(tmp_path: Path, monkeypatch: py
     assert 100 < clock.now - begin < 110
 
 
-def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_printed(tmp_path: Path, capsys: Any) -> None:
+def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_printed(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "message"
     notify(f'echo "$DFLASH_RUN: $DFLASH_MESSAGE" > {out}', tmp_path, "rank 1 died")
     assert out.read_text() == f"{tmp_path}: rank 1 died\n"
     notify("exit 3", tmp_path, "rank 1 died")
     assert "training.on_failure: 'exit 3' failed" in capsys.readouterr().out
     notify(None, tmp_path, "no hook")
+    monkeypatch.setenv("HOOK", "exit 4 # a-secret-token")
+    notify("env:HOOK", tmp_path, "rank 1 died")
+    printed = capsys.readouterr().out
+    assert "training.on_failure: 'env:HOOK' failed" in printed
+    assert "a-secret-token" not in printed
+    notify("env:NO_HOOK", tmp_path, "rank 1 died")
+    assert "the environment variable 'NO_HOOK' is not set" in capsys.readouterr().out
 
 
 def test_the_hook_may_be_an_address(tmp_path: Path, capsys: Any) -> None:
