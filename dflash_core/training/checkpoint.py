@@ -161,8 +161,8 @@ class Checkpointer:
         """Fill the drafter's weights (and the optimizer's moments, unless None) in place; return the state.
 
         Raises:
-            UserError: the directory is not a complete checkpoint, or its tensors have other names or shapes, or
-                cannot be read. Nothing in it is executed (see `checkpoint_files`).
+            UserError: the directory is not a complete checkpoint, its tensors have other names or shapes, or
+                they cannot be read. Nothing in it is executed (see `checkpoint_files`).
         """
         if problem := verify(path):
             raise UserError(

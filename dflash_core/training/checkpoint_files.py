@@ -1,9 +1,9 @@
 """The index of a checkpoint in the format of torch.distributed.checkpoint, read without running any code.
 
-That format keeps its index, `.metadata`, as a pickle, and a pickle can name any function to call. A checkpoint
-directory may come from a stranger, so `read_index` builds only the few classes that such an index consists of.
-Entries that torch would unpickle without limits (objects other than tensors) are rejected as well, and so are
-files outside the checkpoint. Tensors themselves are read by torch with `weights_only`.
+That format keeps its index, `.metadata`, as a pickle, and a pickle can name any function to call. A
+checkpoint may come from a stranger, so `read_index` builds only the few classes that such an index consists
+of. Entries that torch would unpickle without limits (objects other than tensors) are rejected as well, and so
+are files outside the checkpoint. Tensors themselves are read by torch with `weights_only`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,12 @@ def pick_dtypes(run: RunSpec, world: World, state: State | None) -> dict[str, to
         feature = target if wanted == "auto" else resolve_dtype(wanted, device)
         drafter = resolve_dtype(config.training.compute_dtype, device)
         return {"target": target, "feature": feature, "drafter": drafter}
-    stored = {k: getattr(torch, v) for k, v in state.facts["dtypes"].items()}
+    names = state.facts.get("dtypes")
+    if not isinstance(names, dict) or not all(
+        isinstance(getattr(torch, str(v), 0), torch.dtype) for v in names.values()
+    ):
+        raise UserError(f"state.json: facts.dtypes is {names!r}; allowed: the dtypes that a run saved")
+    stored = {k: getattr(torch, v) for k, v in names.items()}
     asked = {"target": config.target.compute_dtype, "drafter": config.training.compute_dtype}
     return {k: getattr(torch, asked[k]) if asked.get(k, "auto") != "auto" else v for k, v in stored.items()}
 
