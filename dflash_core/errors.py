@@ -7,6 +7,11 @@ class UserError(ValueError):
     """A user's mistake: the message names the field or the file and line, the value, and what is allowed."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line; a library's may have several."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class Stopped(Exception):
     """The run was asked to stop; all ranks agreed, and the state is saved as far as possible."""
 

@@ -52,7 +52,7 @@ from dflash_core.data.loss_mask import (
 )
 from dflash_core.data.named_templates import DEFAULT, TOOL_USE, load_templates
 from dflash_core.data.template import ChatTemplate, Span, TemplateError
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -310,10 +310,21 @@ class ChatEncoder:
 
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(directory: str, *, trust_remote_code: bool) -> Any:
-    """Load a tokenizer with transformers; the last two stay in memory."""
+    """Load a tokenizer with transformers; the last two stay in memory.
+
+    Raises:
+        UserError: its files are damaged, or need code that may not run.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Each part of transformers and its Rust library raises its own kinds.
+        raise UserError(
+            f"target.name: the tokenizer in {directory} does not load: {one_line(error)}; allowed: files as "
+            "save_pretrained writes them, and code of their own only with target.trust_remote_code"
+        ) from error
 
 
 def _has_calls(messages: list[dict[str, Any]]) -> bool:

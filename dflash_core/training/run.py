@@ -19,7 +19,7 @@ from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.export import load_drafter
 from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 from dflash_core.launch.process_groups import World
 from dflash_core.microbatch import FeatureSpec
 from dflash_core.objective.loss import TargetEnds
@@ -158,12 +158,20 @@ def layer_ids(run: RunSpec, target_config: Any) -> tuple[int, ...]:
 
 
 def load_target_config(run: RunSpec) -> Any:
-    """Load the transformers configuration of the target."""
+    """Load the transformers configuration of the target.
+
+    Raises:
+        UserError: transformers rejects it, or it needs code that may not run.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(
-        str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
+        )
+    except Exception as error:
+        # Each part of transformers raises its own kinds.
+        raise UserError(f"target.name: {run.target}/config.json does not load: {one_line(error)}") from error
 
 
 def load_target(run: RunSpec, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
