@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections import deque
@@ -11,9 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_core.data.chat import Rejection
+from dflash_core.errors import UserError
 
 # Finish reason of an answer that was cut at the token limit.
 LENGTH = "length"
+
+SCHEMA = "CREATE TABLE answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+# Of one stored answer: its text and ids.
+MAX_ANSWER_BYTES = 256 << 20
 
 Message = dict[str, Any]
 
@@ -58,24 +64,78 @@ class Generator(Protocol):
 
 
 class AnswerCache:
-    """Answers by key in one SQLite file, which several processes may share."""
+    """Answers by key in one SQLite file, which several processes may share.
+
+    The file may have been copied from elsewhere. It holds one table and nothing else: no views, triggers or
+    functions of a foreign schema are run, and a value that is no answer is not used.
+
+    Args:
+        path: of the file; made if it does not exist.
+
+    Raises:
+        UserError: it is damaged, locked, or not a file of answers. So do `get` and `put`.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None)
-        self._database.execute(
-            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)"
-        )
+        with self._readable():
+            self._database = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+            try:
+                self._open()
+            except BaseException:
+                self._database.close()
+                raise
+
+    def _open(self) -> None:
+        self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ANSWER_BYTES)
+        self._database.execute("PRAGMA trusted_schema = OFF")
+        self._database.execute("PRAGMA cell_size_check = ON")
+        self._database.execute(SCHEMA.replace("TABLE", "TABLE IF NOT EXISTS", 1))
+        found = self._database.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        if found != [(SCHEMA,)]:
+            raise sqlite3.DatabaseError(f"it holds {found!r:.200}")
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OverflowError) as error:
+            raise UserError(
+                f"{self.path}: cannot be used as the store of regenerated answers: {error}; allowed: the "
+                "file that regeneration writes. Move it away to ask for its answers again"
+            ) from error
 
     def get(self, key: str) -> Answer | None:
         """Return the answer stored under this key, or None."""
-        row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if row is None else Answer(**json.loads(row[0]))
+        with self._readable():
+            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+            return None if row is None else _answer(row[0])
 
     def put(self, key: str, answer: Answer) -> None:
         """Store an answer; it is on disk when this returns."""
         row = (key, json.dumps(asdict(answer)))
-        self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
+        with self._readable():
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 
     def close(self) -> None:
         self._database.close()
+
+
+def _answer(text: Any) -> Answer:
+    """Return a stored answer.
+
+    Raises:
+        sqlite3.DataError: it is none.
+    """
+    try:
+        answer = Answer(**json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise sqlite3.DataError(f"{text!r:.80} is no answer: {error}") from error
+    message, ids = answer.message, answer.token_ids
+    is_sound = isinstance(message, dict) and isinstance(message.get("content"), str)
+    is_sound = is_sound and message.get("role") == "assistant" and isinstance(answer.finish_reason, str)
+    is_sound = is_sound and type(answer.num_tokens) is int
+    if not is_sound or not (ids is None or isinstance(ids, list) and all(type(i) is int for i in ids)):
+        raise sqlite3.DataError(f"{text!r:.80} is no answer")
+    return answer

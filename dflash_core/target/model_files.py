@@ -163,10 +163,10 @@ def check_sizes(config: dict[str, Any], shapes: _Shapes, path: Path, *, field: s
                 f"{field}: {path}: {key} is {value!r:.60}; allowed by its weights, {len(shapes)} tensors: a "
                 f"whole number up to {limit}"
             )
-        sizes = [values.get(key) for key in ("vocab_size", "hidden_size")]
-        if all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > elements:
+        vocabulary, width = values.get("vocab_size"), values.get("hidden_size")
+        if isinstance(vocabulary, int) and isinstance(width, int) and vocabulary * width > elements:
             raise UserError(
-                f"{field}: {path}: vocab_size {sizes[0]} times hidden_size {sizes[1]} is more than its "
+                f"{field}: {path}: vocab_size {vocabulary} times hidden_size {width} is more than its "
                 f"weights hold; allowed: {elements}"
             )
 
