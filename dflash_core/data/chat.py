@@ -132,14 +132,14 @@ class ChatEncoder:
             for token_id, token in self._added.items()
             if token.special or token_id == self.mask_token_id
         }
-        self._templates = {name: self._make_template(text) for name, text in texts.items()}
+        self._templates = {name: self._make_template(name, text) for name, text in texts.items()}
         self.template = self._templates[DEFAULT]
         ends = {template.end_of_turn for template in self._templates.values()}
         self._control_ids |= {t.content: i for i, t in self._added.items() if t.content in ends}
         self._mask_text = next((t for t, i in self._control_ids.items() if i == self.mask_token_id), None)
         self._controls = any_of(self._control_ids)
 
-    def _make_template(self, text: str) -> ChatTemplate:
+    def _make_template(self, name: str, text: str) -> ChatTemplate:
         controls = sorted(self._control_ids, key=len, reverse=True)
         # Some tokenizers add words and runs of spaces, which end no turn.
         others = {t.content for t in self._added.values() if re.search(r"[^\w\s]", t.content)}
@@ -153,6 +153,7 @@ class ChatEncoder:
             added=sorted(others - self._control_ids.keys()),
             arguments=config.template_arguments,
             date=config.template_date,
+            name=config.chat_template or f"the tokenizer's template {name!r}",
         )
 
     def template_for(self, tools: object) -> ChatTemplate:
@@ -189,7 +190,11 @@ class ChatEncoder:
         return encoder
 
     def render(self, conversation: Conversation) -> Rendered | Rejection:
-        """Return the text and turns of one conversation. Never raises because of a row's content."""
+        """Return the text and turns of one conversation. Never raises because of a row's content.
+
+        Raises:
+            UserError: the chat template exceeds a limit (`limited_template.py`).
+        """
         try:
             parts = self._break_controls(conversation.messages, conversation.tools)
             if isinstance(parts, Rejection):
@@ -208,6 +213,8 @@ class ChatEncoder:
             return Rejection(error.reason, error.detail)
         except UnicodeEncodeError as error:
             return Rejection("lone surrogate", f"character {error.start} of the rendered text")
+        except UserError:
+            raise
         except Exception as error:
             # Templates are third-party programs that may raise any exception.
             return Rejection("rejected by the chat template", f"{type(error).__name__}: {error}")
@@ -257,6 +264,8 @@ class ChatEncoder:
             messages, tools, broken = parts
             rendered = Rendered(self.template_for(tools).render_prompt(messages, tools), [], broken)
             sample = self.encode([rendered])[0]
+        except UserError:
+            raise
         except Exception as error:
             # Templates are third-party programs that may raise any exception.
             return Rejection("prompt rejected by the chat template", f"{type(error).__name__}: {error}")
