@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig, TargetConfig
 from dflash_core.dataflow.schedule import Schedule
+from dflash_core.errors import UserError
 from dflash_core.files import bytes_digest, complete_file
 from dflash_core.microbatch import Features, FeatureSpec, Microbatch
 from dflash_core.target.capture import Capture, TargetCapture
@@ -122,9 +123,25 @@ class CaptureCache:
             with complete_file(path) as temporary:
                 save_file(tensors, temporary)
         device = self.capture.target.device
-        with safe_open(path, framework="pt") as file:
-            slices = [file.get_slice(name) for name in sorted(file.keys())]
-            return [[s[a:b].to(device) for s in slices] for a, b in bounds]
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = [file.get_slice(name) for name in sorted(file.keys())]
+                self._check_shapes(group, [tuple(s.get_shape()) for s in slices])
+                return [[s[a:b].to(device) for s in slices] for a, b in bounds]
+        except (OSError, SafetensorError, ValueError) as error:
+            raise UserError(f"{path}: damaged ({error}); remove it to capture these samples again") from error
+
+    def _check_shapes(self, group: int, shapes: list[tuple[int, ...]]) -> None:
+        """Check the shapes in a group's file against what capturing the group would give.
+
+        Raises:
+            ValueError: they differ.
+        """
+        rows, _ = self.schedule.rows(0, group)
+        empty = self.spec.empty(0, torch.device("cpu")).tensors()
+        expected = [(int(self.store.lengths[rows].sum()), *tensor.shape[1:]) for tensor in empty]
+        if shapes != expected:
+            raise ValueError(f"tensors of {shapes}, expected {expected}")
 
 
 def make_capture(

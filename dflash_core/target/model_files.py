@@ -73,7 +73,7 @@ def read_json(path: Path, *, field: str, max_bytes: int = MAX_CONFIG_BYTES) -> d
     return value
 
 
-def tensor_shapes(path: Path, *, field: str) -> _Shapes:
+def tensor_shapes(path: Path, *, field: str | None = None) -> _Shapes:
     """Return the shape of each tensor of a safetensors file, by its header alone.
 
     The library checks its length, and that shapes, dtypes and offsets fit each other and the file.
@@ -85,7 +85,8 @@ def tensor_shapes(path: Path, *, field: str) -> _Shapes:
         with safe_open(path, framework="numpy") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{field}: {path} cannot be read: {error}; allowed: safetensors weights") from error
+        where = f"{field}: {path} cannot be read:" if field else f"{path}: cannot be read:"
+        raise UserError(f"{where} {error}; allowed: safetensors weights") from error
 
 
 def check_links(directory: Path, patterns: Iterable[str], *, field: str) -> None:
