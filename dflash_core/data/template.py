@@ -48,6 +48,7 @@ from dflash_core.data.skeleton import (
 )
 from dflash_core.data.text_prefixes import num_equal, skip_blanks
 from dflash_core.data.turn_end import TurnEnds
+from dflash_core.errors import UserError
 
 Tools = list[dict[str, Any]] | None
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
