@@ -15,6 +15,11 @@ class UserError(ValueError):
         super().__init__(redact(message))
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line; a library's may have several."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class Stopped(Exception):
     """The run was asked to stop; all ranks agreed, and the state is saved as far as possible."""
 

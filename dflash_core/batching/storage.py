@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dflash_core.batching.plan import BatchPlan
 from dflash_core.config import BatchingConfig, from_dict, to_dict
 from dflash_core.errors import UserError
 
 _SUMS = ("tokens", "squared_lengths", "draft_slots", "draft_pairs")
+_FIELDS = [(name, pa.int32()) for name in ("sample", "microbatch", "step", "width")]
+_FIELDS += [(name, pa.int64()) for name in _SUMS]
 _ROWS_PER_GROUP = 1 << 20
 
 
@@ -33,9 +36,7 @@ def save_plan(plan: BatchPlan, path: str | os.PathLike[str]) -> None:
         "dropped": plan.dropped,
         "digest": plan.digest,
     }
-    fields = [(name, pa.int32()) for name in ("sample", "microbatch", "step", "width")]
-    fields += [(name, pa.int64()) for name in _SUMS]
-    schema = pa.schema(fields, metadata={"batch_plan": json.dumps(origin)})
+    schema = pa.schema(_FIELDS, metadata={"batch_plan": json.dumps(origin)})
     step_of = plan.step_of_microbatch()
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -62,20 +63,37 @@ def load_plan(path: str | os.PathLike[str]) -> BatchPlan:
     """Read a plan that `save_plan` wrote.
 
     Raises:
-        UserError: not a plan, or its content does not have the digest that it was written with.
+        UserError: not a plan, damaged, or its content does not have the digest that it was written with.
     """
+    try:
+        return _load_plan(path)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
+        if isinstance(error, UserError) and str(path) in str(error):
+            raise
+        allowed = "a batch plan as the stage `plan` writes it"
+        raise UserError(f"{path}: damaged: {type(error).__name__}: {error}; allowed: {allowed}") from error
+
+
+def _load_plan(path: str | os.PathLike[str]) -> BatchPlan:
     with pq.ParquetFile(path) as file:
         raw = (file.schema_arrow.metadata or {}).get(b"batch_plan")
         if raw is None:
             raise UserError(f"{path}: not a batch plan (no `batch_plan` in its metadata)")
         origin = json.loads(raw)
+        if not file.schema_arrow.equals(pa.schema(_FIELDS)):
+            raise ValueError(f"columns {file.schema_arrow.to_string(show_schema_metadata=False)!r}")
         microbatch = file.read(["microbatch"])["microbatch"].to_numpy()
         starts = np.flatnonzero(np.diff(microbatch, prepend=np.int32(-1)))
         offsets = np.append(starts, len(microbatch)).astype(np.int64)
+        _check_numbers("microbatch", microbatch)
         del microbatch
         step_of = file.read(["step"])["step"].to_numpy()[starts]
         columns = {name: file.read([name])[name].to_numpy()[starts] for name in ("width", *_SUMS)}
         order = file.read(["sample"])["sample"].to_numpy()
+    _check_numbers("step", step_of)
+    for name, values in [("sample", order), *columns.items()]:
+        if values.min(initial=0) < 0:
+            raise ValueError(f"{name} {values.min()} below 0")
     step_starts = np.flatnonzero(np.diff(step_of, prepend=np.int32(-1)))
     plan = BatchPlan(
         order=order,
@@ -93,3 +111,14 @@ def load_plan(path: str | os.PathLike[str]) -> BatchPlan:
             f"{path}: damaged; its content has digest {plan.digest}, its metadata records {origin['digest']}"
         )
     return plan
+
+
+def _check_numbers(name: str, numbers: NDArray[np.int32]) -> None:
+    """Check that numbers start at 0 and rise by 0 or 1.
+
+    Raises:
+        ValueError: they do not.
+    """
+    rises = np.diff(numbers, prepend=np.int32(-1))
+    if len(rises) and (rises[0] != 1 or rises.min() < 0 or rises.max() > 1):
+        raise ValueError(f"column {name} does not count from 0 in steps of 1")

@@ -53,7 +53,7 @@ from dflash_core.data.loss_mask import (
 )
 from dflash_core.data.named_templates import DEFAULT, TOOL_USE, load_templates
 from dflash_core.data.template import ChatTemplate, Span, TemplateError
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ class ChatEncoder:
             for token_id, token in self._added.items()
             if token.special or token_id == self.mask_token_id
         }
-        self._templates = {name: self._make_template(text) for name, text in texts.items()}
+        self._templates = {name: self._make_template(name, text) for name, text in texts.items()}
         self.template = self._templates[DEFAULT]
         ends = {template.end_of_turn for template in self._templates.values()}
         self._control_ids |= {t.content: i for i, t in self._added.items() if t.content in ends}
         self._mask_text = next((t for t, i in self._control_ids.items() if i == self.mask_token_id), None)
         self._controls = any_of(self._control_ids)
 
-    def _make_template(self, text: str) -> ChatTemplate:
+    def _make_template(self, name: str, text: str) -> ChatTemplate:
         controls = sorted(self._control_ids, key=len, reverse=True)
         # Some tokenizers add words and runs of spaces, which end no turn.
         others = {t.content for t in self._added.values() if re.search(r"[^\w\s]", t.content)}
@@ -154,6 +154,7 @@ class ChatEncoder:
             added=sorted(others - self._control_ids.keys()),
             arguments=config.template_arguments,
             date=config.template_date,
+            name=config.chat_template or f"the tokenizer's template {name!r}",
         )
 
     def template_for(self, tools: object) -> ChatTemplate:
@@ -190,7 +191,11 @@ class ChatEncoder:
         return encoder
 
     def render(self, conversation: Conversation) -> Rendered | Rejection:
-        """Return the text and turns of one conversation. Never raises because of a row's content."""
+        """Return the text and turns of one conversation. Never raises because of a row's content.
+
+        Raises:
+            UserError: the chat template exceeds a limit (`limited_template.py`).
+        """
         try:
             parts = self._break_controls(conversation.messages, conversation.tools)
             if isinstance(parts, Rejection):
@@ -209,6 +214,8 @@ class ChatEncoder:
             return Rejection(error.reason, error.detail)
         except UnicodeEncodeError as error:
             return Rejection("lone surrogate", f"character {error.start} of the rendered text")
+        except UserError:
+            raise
         except Exception as error:
             # Templates are third-party programs that may raise any exception.
             return Rejection("rejected by the chat template", f"{type(error).__name__}: {error}")
@@ -258,6 +265,8 @@ class ChatEncoder:
             messages, tools, broken = parts
             rendered = Rendered(self.template_for(tools).render_prompt(messages, tools), [], broken)
             sample = self.encode([rendered])[0]
+        except UserError:
+            raise
         except Exception as error:
             # Templates are third-party programs that may raise any exception.
             return Rejection("prompt rejected by the chat template", f"{type(error).__name__}: {error}")
@@ -328,10 +337,21 @@ def chat_encoder(tokenizer: Any, config: DataConfig, mask_token_id: int | None) 
 
 @functools.lru_cache(maxsize=2)
 def load_tokenizer(directory: str, *, trust_remote_code: bool) -> Any:
-    """Load a tokenizer with transformers; the last two stay in memory."""
+    """Load a tokenizer with transformers; the last two stay in memory.
+
+    Raises:
+        UserError: its files are damaged, or need code that may not run.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # Each part of transformers and its Rust library raises its own kinds.
+        raise UserError(
+            f"target.name: the tokenizer in {directory} does not load: {one_line(error)}; allowed: files as "
+            "save_pretrained writes them, and code of their own only with target.trust_remote_code"
+        ) from error
 
 
 def _has_calls(messages: list[dict[str, Any]]) -> bool:

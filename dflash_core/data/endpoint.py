@@ -4,27 +4,31 @@
 |---|---|
 | 408, 409, 429, 5xx, no connection, timeout | retried after 0.5, 1, 2, ... 30 s, or after its Retry-After |
 | 400, 413, 422, a withheld answer | this prompt is rejected, the others continue |
-| anything else (401, 403, 404, not a chat completion) | one error; answers to requests in flight are kept |
+| anything else (401, 403, 404, a redirect, not a chat completion) | one error; answers in flight are kept |
+
+An endpoint need not be trusted: see `http_post.py` for the limits of a request, and `_answer` for the types.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
 from dflash_core.config import RegenerateConfig
 from dflash_core.data.answers import Answer, Message, Request
 from dflash_core.data.chat import Rejection
+from dflash_core.data.http_post import TooLargeError, post
 from dflash_core.errors import UserError
 from dflash_core.redaction import redact
 
+# Of one response; an answer of 100,000 tokens has about half a megabyte.
+MAX_RESPONSE_BYTES = 32 << 20
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 _RETRIED_STATUS = (408, 409, 429)
 _REJECTED_STATUS = (400, 413, 422)
@@ -112,24 +116,27 @@ class Endpoint:
         Raises:
             UserError: the endpoint cannot be used, or failed `max_retries` + 1 times.
         """
-        body: dict[str, Any] = {"model": self.model, "messages": wire_messages(request.messages)}
+        fields: dict[str, Any] = {"model": self.model, "messages": wire_messages(request.messages)}
         if request.tools:
-            body["tools"] = request.tools
-        data = json.dumps({**body, **self.sampling, **self._extras}).encode()
+            fields["tools"] = request.tools
+        data = json.dumps({**fields, **self.sampling, **self._extras}).encode()
         for attempt in range(self.config.max_retries + 1):
             pause = min(LONGEST_PAUSE_SECONDS, self._first_pause * 2**attempt)
             try:
-                http = urllib.request.Request(self.url, data, self._headers)
-                with urllib.request.urlopen(http, timeout=self.config.timeout_seconds) as response:
-                    return self._answer(response.read())
-            except urllib.error.HTTPError as error:
-                response_text = " ".join(redact(error.read(2000).decode(errors="replace")).split())[:300]
-                reported = f"{error.code} {response_text}"
+                seconds = self.config.timeout_seconds
+                body = post(self.url, data, self._headers, seconds=seconds, max_bytes=MAX_RESPONSE_BYTES)
+                return self._answer(body)
+            except HTTPError as error:
+                reported = f"{error.code} {_printable(error.read())}"
                 if error.code in _REJECTED_STATUS:
                     return Rejection("prompt rejected by the endpoint", reported)
+                if location := error.headers.get("Location"):
+                    reported = f"{error.code}, a redirect to {_printable(location.encode())}, not followed"
                 if error.code not in _RETRIED_STATUS and error.code < 500:
                     raise self._unusable(f"answers {reported}") from error
                 pause = _retry_after(error.headers.get("Retry-After")) or pause
+            except TooLargeError as error:
+                raise self._unusable(f"answers {error}") from error
             except (OSError, HTTPException) as error:
                 # No connection, a timeout, or an incomplete response.
                 reported = f"{type(error).__name__}: {error}"
@@ -143,18 +150,21 @@ class Endpoint:
             choice = completion["choices"][0]
             received, reason = choice["message"], choice.get("finish_reason") or "stop"
             usage = completion.get("usage") or {}
-            message: Message = {"role": "assistant", "content": received.get("content") or ""}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            shown = redact(body.decode(errors="replace"))[:120]
+            message: Message = {"role": "assistant", "content": _text(received.get("content"))}
+            calls = [_with_parsed_arguments(call) for call in received.get("tool_calls") or ()]
+            reasoning = _text(received.get("reasoning_content") or received.get("reasoning"))
+            num_tokens = int(usage.get("completion_tokens") or 0)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            shown = _printable(body)[:120]
             raise self._unusable(f"answers {shown!r}, which is not a chat completion") from error
         if reason not in ("stop", "length", "tool_calls"):
-            return Rejection("answer withheld by the endpoint", f"finish_reason {reason!r}")
-        if received.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in received["tool_calls"]]
+            return Rejection("answer withheld by the endpoint", f"finish_reason {reason!r:.80}")
+        if calls:
+            message["tool_calls"] = calls
             reason = "tool_calls" if reason == "stop" else reason
-        if reasoning := received.get("reasoning_content") or received.get("reasoning"):
+        if reasoning:
             message["reasoning_content"] = reasoning
-        return Answer(message, reason, int(usage.get("completion_tokens") or 0))
+        return Answer(message, reason, num_tokens)
 
     def _unusable(self, failure: str) -> UserError:
         return UserError(
@@ -169,12 +179,34 @@ def _retry_after(value: str | None) -> float | None:
     return min(float(value), LONGEST_PAUSE_SECONDS) if value and value.strip().isdigit() else None
 
 
+def _printable(text: bytes) -> str:
+    """Return the beginning of a server's text on one line, without what steers a terminal."""
+    line = " ".join(redact(text.decode(errors="replace")).split())[:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def _text(value: Any) -> str:
+    """Return a text of a response, "" for none.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(value, str | None):
+        raise TypeError(f"{type(value).__name__} for a text")
+    return value or ""
+
+
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool call with its arguments parsed if they hold an object: chat templates print objects."""
+    """Return the tool call with its arguments parsed if they hold an object: chat templates print objects.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is not a tool call.
+    """
     function = dict(call["function"])
+    _text(function["name"])
     try:
         parsed = json.loads(function["arguments"])
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return call
     if isinstance(parsed, dict):
         function["arguments"] = parsed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def resolve(text: str, storage_root: Path) -> Resolved:
         return recorded
     if info.gated and not _has_token():
         raise UserError(_gated(name))
+    if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
+        # It becomes the name of a directory.
+        raise UserError(
+            f"data.files: {text!r}: the Hub names the commit {info.sha!r:.60}; allowed: 40 hex digits"
+        )
     listed = sorted(sibling.rfilename for sibling in info.siblings or ())
     files = split_files(name, listed) if name.path is None else path_files(name, name.path, listed)
     return Resolved(

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import chat_template_utils
-
 from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 
@@ -49,17 +47,3 @@ def read_template(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: {path!r} cannot be read: {error}") from error
-
-
-def compile_template(text: str) -> Any:
-    """Return the compiled template, as `apply_chat_template` compiles it.
-
-    Raises:
-        UserError: it does not compile.
-    """
-    try:
-        return chat_template_utils._compile_jinja_template(text)
-    except Exception as error:
-        if any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__):
-            raise UserError(f"data.chat_template: does not compile: {error}") from error
-        raise

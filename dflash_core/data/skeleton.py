@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_core.data.reasoning_blocks import skip_empty_block
+from dflash_core.errors import UserError
 
 Span = tuple[int, int]
 Messages = list[dict[str, Any]]
@@ -75,6 +76,8 @@ def make_skeleton(
     messages = [{"role": role, "content": _SPACE + name + _SPACE} for role, name in zip(shape, names)]
     try:
         text, turns, notes = find_turns(messages)
+    except UserError:
+        raise
     except Exception:
         # Templates raise any exception. Each row of this shape will report it.
         return None

@@ -38,6 +38,15 @@ from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 
 FORMAT_VERSION = 1
+# Columns of samples.parquet that are read here, and their types.
+SAMPLE_COLUMNS = {
+    "sample_id": pa.binary(16),
+    "source": pa.string(),
+    "sequence_length": pa.int32(),
+    "num_supervised_tokens": pa.int32(),
+    "num_eligible_anchors": pa.int32(),
+    "validation_key": pa.uint64(),
+}
 # Validation keys are uniform in [0, KEY_RANGE).
 KEY_RANGE = 1 << 64
 # Shards whose two large files are mapped at a time.
@@ -78,10 +87,15 @@ def read_manifest(shard: Path) -> dict[str, Any]:
     if not path.is_file():
         message = f"{shard}: not a token shard (no manifest.json); allowed: a directory written by ingest"
         raise UserError(message)
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version {version!r}; allowed: {FORMAT_VERSION}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version, digest = manifest["format_version"], manifest["digest"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({error}); ingest the file again") from error
+    if version != FORMAT_VERSION or not isinstance(digest, str):
+        raise UserError(
+            f"{path}: format_version {version!r}, digest {digest!r:.40}; allowed: {FORMAT_VERSION}"
+        )
     return manifest
 
 
@@ -112,12 +126,9 @@ class TokenStore:
             by_digest.setdefault(digest, Path(shard))
         self.shards = [by_digest[digest] for digest in sorted(by_digest)]
         self.manifests = [read_manifest(shard) for shard in self.shards]
-        samples = pa.concat_tables(
-            [pq.ParquetFile(shard / "samples.parquet").read() for shard in self.shards]
-        )
-        self._open_files()
-        assert len(samples) == int(self._first_row[-1]), "samples.parquet and offsets.npy disagree"
-
+        tables = [_read_samples(shard) for shard in self.shards]
+        self._open_files([table["sequence_length"].to_numpy() for table in tables])
+        samples = pa.concat_tables(tables)
         self.lengths: NDArray[np.int32] = samples["sequence_length"].to_numpy()
         self.num_eligible: NDArray[np.int32] = samples["num_eligible_anchors"].to_numpy()
         self.num_supervised: NDArray[np.int32] = samples["num_supervised_tokens"].to_numpy()
@@ -161,11 +172,15 @@ class TokenStore:
             raise UserError("token store: no shards given; allowed: at least one directory written by ingest")
         return cls(shards, validation_share=validation_share, min_validation_samples=min_validation_samples)
 
-    def _open_files(self) -> None:
-        """Read the offsets of each shard, and check that its large files are whole."""
+    def _open_files(self, lengths: list[NDArray[np.int32]]) -> None:
+        """Read the offsets of each shard, and check that its large files are whole.
+
+        Args:
+            lengths: of the samples of each shard.
+        """
         all_offsets: list[NDArray[np.int64]] = []
-        for shard in self.shards:
-            offsets = np.load(shard / "offsets.npy")
+        for shard, lengths_of_shard in zip(self.shards, lengths, strict=True):
+            offsets = _read_offsets(shard, lengths_of_shard)
             all_offsets.append(offsets)
             _check_size(shard / "tokens.bin", 4 * int(offsets[-1]))
             _check_size(shard / "loss_mask.bin", int(offsets[-1]))
@@ -252,6 +267,49 @@ def open_store(shards: Iterable[Path | str], data: DataConfig) -> TokenStore:
         validation_share=data.validation_share,
         min_validation_samples=data.min_validation_samples,
     )
+
+
+def _read_samples(shard: Path) -> pa.Table:
+    """Read and check samples.parquet, so that no number in it leads outside of the shard.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = shard / "samples.parquet"
+    try:
+        table = pq.ParquetFile(path).read()
+        for name, kind in SAMPLE_COLUMNS.items():
+            column = table[name]
+            if column.type != kind or column.null_count:
+                raise ValueError(f"column {name} of {column.type} with {column.null_count} nulls")
+        lengths = table["sequence_length"].to_numpy()
+        for name in ("sequence_length", "num_eligible_anchors", "num_supervised_tokens"):
+            values = table[name].to_numpy()
+            if len(values) and (values.min() < 0 or (values > lengths).any()):
+                raise ValueError(f"column {name} holds {values.min()} to {values.max()}")
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: damaged ({error}); ingest the file again") from error
+    return table
+
+
+def _read_offsets(shard: Path, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Read offsets.npy, which has to be the running sum of the lengths.
+
+    Raises:
+        UserError: it is not, or is damaged.
+    """
+    path = shard / "offsets.npy"
+    try:
+        offsets = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
+        raise UserError(f"{path}: damaged ({error}); ingest the file again") from error
+    if offsets.dtype != np.int64 or not np.array_equal(
+        offsets, np.append(0, np.cumsum(lengths, dtype=np.int64))
+    ):
+        raise UserError(
+            f"{path}: not the running sum of the lengths in samples.parquet; ingest the file again"
+        )
+    return offsets
 
 
 def _check_size(path: Path, expected: int) -> None:

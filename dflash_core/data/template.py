@@ -32,7 +32,7 @@ from typing import Any
 from transformers.utils import chat_template_utils
 
 from dflash_core.config import DataConfig
-from dflash_core.data.named_templates import compile_template
+from dflash_core.data.limited_template import LimitedTemplate
 from dflash_core.data.prompt_headers import PromptHeaders
 from dflash_core.data.reasoning_blocks import skip_empty_block
 from dflash_core.data.skeleton import (
@@ -48,6 +48,7 @@ from dflash_core.data.skeleton import (
 )
 from dflash_core.data.text_prefixes import num_equal, skip_blanks
 from dflash_core.data.turn_end import TurnEnds
+from dflash_core.errors import UserError
 
 Tools = list[dict[str, Any]] | None
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -83,9 +84,11 @@ class ChatTemplate:
         added: texts of other added tokens, one of which may end a turn.
         arguments: `data.template_arguments`.
         date: `data.template_date`.
+        name: for messages.
 
     Raises:
-        UserError: the template does not compile.
+        UserError: the template does not compile. So does every rendering that exceeds a limit
+            (`limited_template.py`).
     """
 
     text: str
@@ -95,6 +98,7 @@ class ChatTemplate:
     added: Sequence[str] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     date: str = DataConfig.template_date
+    name: str = "the tokenizer's own template"
     ends: TurnEnds = field(init=False)
     _headers: PromptHeaders = field(init=False, default=PromptHeaders())
     # Contents are lists of parts, the only form that some templates of vision models print.
@@ -106,7 +110,7 @@ class ChatTemplate:
         flags = [name for name in THINKING_FLAGS if self.reads(name) and name not in self.arguments]
         self._prompt_variants: list[dict[str, Any]] = [{}, *({name: False} for name in flags)]
         # The compiler of `apply_chat_template`, without the copies that it makes of each message.
-        self._compiled = compile_template(self.text)
+        self._compiled = LimitedTemplate(self.text, self.name)
         now = datetime.date.fromisoformat(self.date)
         self._variables = {**self.special_names, **self.arguments, "strftime_now": now.strftime}
         self.ends = TurnEnds(tuple(self.controls))
@@ -141,6 +145,8 @@ class ChatTemplate:
         try:
             whole = self._render(messages, tools)
             asked = self._render(question, tools)
+        except UserError:
+            raise
         except Exception:
             # Templates raise any exception, here e.g. because they require other roles. Rows will report it.
             return False
@@ -160,6 +166,8 @@ class ChatTemplate:
     def _render_or_none(self, messages: Messages, tools: Tools, **flags: Any) -> str | None:
         try:
             return self._render(messages, tools, **flags)
+        except UserError:
+            raise
         except Exception:
             # Templates raise any exception. The rows that need this rendering report it.
             return None

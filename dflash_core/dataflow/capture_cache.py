@@ -117,20 +117,33 @@ class CaptureCache:
             return [[t[a:b] for t in self._memory[group].tensors()] for a, b in bounds]
         path = self.directory / f"group-{group:06d}.safetensors"
         try:
-            return self._slices(path, bounds)
+            return self._slices(path, group, bounds)
         # Missing or damaged. The same group of samples is captured again, with the same result.
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, ValueError):
             features = self._run(*self.schedule.rows(0, group))
         tensors = {str(i): t.contiguous().cpu() for i, t in enumerate(features.tensors())}
         with complete_file(path) as temporary:
             save_file(tensors, temporary)
-        return self._slices(path, bounds)
+        return self._slices(path, group, bounds)
 
-    def _slices(self, path: Path, bounds: list[tuple[int, int]]) -> list[list[Tensor]]:
+    def _slices(self, path: Path, group: int, bounds: list[tuple[int, int]]) -> list[list[Tensor]]:
         device = self.capture.target.device
         with safe_open(path, framework="pt") as file:
             slices = [file.get_slice(name) for name in sorted(file.keys())]
+            self._check_shapes(group, [tuple(s.get_shape()) for s in slices])
             return [[s[a:b].to(device) for s in slices] for a, b in bounds]
+
+    def _check_shapes(self, group: int, shapes: list[tuple[int, ...]]) -> None:
+        """Check the shapes in a group's file against what capturing the group would give.
+
+        Raises:
+            ValueError: they differ.
+        """
+        rows, _ = self.schedule.rows(0, group)
+        empty = self.spec.empty(0, torch.device("cpu")).tensors()
+        expected = [(int(self.store.lengths[rows].sum()), *tensor.shape[1:]) for tensor in empty]
+        if shapes != expected:
+            raise ValueError(f"tensors of {shapes}, expected {expected}")
 
 
 def make_capture(

@@ -85,9 +85,29 @@ class Schedule:
                     f"{self.paths[epoch]}: plan of {num_planned} or more samples, the shards hold "
                     f"{len(store.train_indices)} training samples; allowed: a plan built from these shards"
                 )
+            self._check_lengths(plan, self.paths[epoch])
         self.total_steps = min(self.first_step[-1], max_steps or self.first_step[-1])
         if self.total_steps < 1:
             raise UserError(f"plans {[str(p) for p in self.paths]}: no step to train; allowed: at least one")
+
+    def _check_lengths(self, plan: BatchPlan, path: Path) -> None:
+        """Check the tokens and widths of a plan's microbatches against the lengths of the samples.
+
+        Raises:
+            UserError: they differ.
+        """
+        lengths = self.store.lengths[self.store.train_indices[plan.order]]
+        starts = plan.offsets[:-1]
+        longest = np.maximum.reduceat(lengths, starts) if len(starts) else lengths[:0]
+        tokens = np.add.reduceat(lengths, starts, dtype=np.int64) if len(starts) else lengths[:0]
+        wrong = (tokens != plan.tokens) | ((plan.widths > 0) & (plan.widths < longest))
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise UserError(
+                f"{path}: microbatch {i} has {plan.tokens[i]} tokens in rows of {plan.widths[i]} slots, the "
+                f"samples have {tokens[i]} tokens, the longest {longest[i]}; allowed: a plan built from "
+                "these shards"
+            )
 
     def plan(self, epoch: int) -> BatchPlan:
         """Return an epoch's plan, read when it is first needed."""

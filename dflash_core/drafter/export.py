@@ -10,6 +10,7 @@ Guarantee: a directory appears complete or not at all, and outputs are bit-equal
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, plain_rope_
 from dflash_core.errors import UserError
 from dflash_core.files import publish_directory
 from dflash_core.target.compute_dtype import dtype_name
+from dflash_core.target.model_files import tensor_shapes
 
 # Key of config.json -> field of DrafterShape.
 SIZES = {
@@ -104,10 +106,14 @@ def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -
         config = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); allowed: an exported drafter") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); allowed: an exported drafter") from error
-    drafter = DFlashDrafter(_shape(config, path)).to(device)
-    weights_path = source / WEIGHTS_FILE
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: holds {config!r:.60}; allowed: an exported drafter")
+    shape, weights_path = _shape(config, path), source / WEIGHTS_FILE
+    # Before a drafter of this size is built.
+    _check_sizes(shape, weights_path)
+    drafter = DFlashDrafter(shape).to(device)
     try:
         weights = load_file(weights_path, device=str(device))
     except (OSError, SafetensorError) as error:
@@ -124,9 +130,32 @@ def load_drafter(directory: str | Path, *, device: str | torch.device = "cpu") -
     return drafter
 
 
+def _check_sizes(shape: DrafterShape, weights_path: Path) -> None:
+    """Check that the weights are large enough for the sizes of the configuration.
+
+    Raises:
+        UserError: they are not, or their header cannot be read.
+    """
+    shapes = tensor_shapes(weights_path)
+    stored = sum(math.prod(sizes) for sizes in shapes.values())
+    width, layers = shape.hidden_size, shape.num_layers
+    needed = max(
+        layers * width * shape.intermediate_size,
+        layers * width * shape.num_heads * shape.head_dim,
+        width * width * len(shape.target_layer_ids),
+    )
+    if layers > len(shapes) or needed > stored:
+        raise UserError(
+            f"{weights_path}: {len(shapes)} tensors of {stored} numbers; {CONFIG_FILE} asks for {layers} "
+            f"layers of width {width}, {needed} numbers or more; allowed: weights that fit {CONFIG_FILE}"
+        )
+
+
 def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
     """Read the shape from `config.json`; no value is defaulted, a missing one is an error with its key."""
     inner = config.get("dflash_config") or {}
+    if not isinstance(inner, dict):
+        raise UserError(f"{path}: dflash_config is {inner!r:.60}; allowed: a mapping")
 
     def need(holder: dict[str, Any], key: str, label: str) -> Any:
         if holder.get(key) is None:
@@ -138,7 +167,21 @@ def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
 
     layer_ids = need(inner, "target_layer_ids", "dflash_config.target_layer_ids")
     mask_token_id = need(inner, "mask_token_id", "dflash_config.mask_token_id")
-    block_sizes = {b for b in (config.get("block_size"), inner.get("block_size")) if b is not None}
+    if not isinstance(layer_ids, list):
+        raise UserError(f"{path}: target_layer_ids is {layer_ids!r:.60}; allowed: a list of layers")
+    whole = {key: need(config, key, key) for key in SIZES if key != "rms_norm_eps"}
+    whole |= {
+        "mask_token_id": mask_token_id,
+        **{f"target_layer_ids[{i}]": v for i, v in enumerate(layer_ids)},
+    }
+    given = {"block_size": config.get("block_size"), "dflash_config.block_size": inner.get("block_size")}
+    whole |= {key: value for key, value in given.items() if value is not None}
+    for key, value in whole.items():
+        if type(value) is not int or value < (key in SIZES):
+            raise UserError(
+                f"{path}: {key} is {value!r:.60}; allowed: a whole number from {int(key in SIZES)}"
+            )
+    block_sizes = {value for value in given.values() if value is not None}
     if len(block_sizes) != 1:
         raise UserError(
             f"{path}: block_size is {'missing' if not block_sizes else sorted(block_sizes)}; allowed: one "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 from dflash_core.target import attention
 
 
@@ -49,9 +49,10 @@ def load_model(
         raise UserError(
             f"target.device_map: {device_map!r} needs a package that is missing: {error}"
         ) from error
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # A size that does not fit, a damaged file: each part of transformers raises its own kinds.
         raise UserError(
-            f"target.name: {str(directory)!r} does not load as a causal language model: {error}"
+            f"target.name: {str(directory)!r} does not load as a causal language model: {one_line(error)}"
         ) from error
     if device_map is None:
         model.to(device=torch.device(device))

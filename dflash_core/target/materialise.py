@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 from dflash_core.files import new_hasher, publish_directory
+from dflash_core.target.model_files import check_links, check_model_files
 
 # alias -> (package, file inside it, how to install it)
 PACKAGED = {
@@ -101,7 +102,7 @@ def check_directory(directory: Path, name: str) -> None:
     """Reject a directory that cannot be a target, before any training.
 
     Raises:
-        UserError: configuration, tokenizer or weights are missing.
+        UserError: configuration, tokenizer or weights are missing, damaged, or contradict each other.
     """
     missing = [n for n in ("config.json", "tokenizer_config.json") if not (directory / n).is_file()]
     if not list(directory.glob("*.safetensors")):
@@ -111,6 +112,7 @@ def check_directory(directory: Path, name: str) -> None:
             f"target.name: {name!r} lacks {', '.join(missing)}; needed: a causal language model with its "
             "tokenizer, as save_pretrained writes it"
         )
+    check_model_files(directory, field="target.name")
 
 
 def _write(
@@ -177,6 +179,8 @@ def _from_gguf(path: Path, staging: Path, dtype: torch.dtype) -> None:
 def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> None:
     if not (source / "config.json").is_file():
         raise UserError(f"target.name: {str(source)!r} has no config.json; allowed: {_allowed_names()}")
+    check_links(source, [*HUB_FILES, "*.bin"], field="target.name")
+    check_model_files(source, field="target.name")
     if not list(source.glob("*.safetensors")):
         # An old checkpoint (pytorch_model.bin): rewrite it.
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,9 +189,10 @@ def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> Non
             kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code}
             AutoModelForCausalLM.from_pretrained(source, dtype="auto", **kwargs).save_pretrained(staging)
             AutoTokenizer.from_pretrained(source, **kwargs).save_pretrained(staging)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            # Weights in pickles are read with `weights_only`; a pickle of anything else raises its own kinds.
             raise UserError(
-                f"target.name: {str(source)!r} does not load as a causal language model: {error}"
+                f"target.name: {str(source)!r} does not load as a causal language model: {one_line(error)}"
             ) from error
         return
     for path in [*sorted(source.iterdir()), *sorted(source.glob(f"{TEMPLATES}/*.jinja"))]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from dflash_core.errors import UserError
 from dflash_core.files import file_digest
+from dflash_core.training.checkpoint_files import INDEX_FILE, CheckpointReader, is_plain_name
 from dflash_core.training.state import State, read_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's tensors for each weight, next to the number of updates
@@ -111,7 +112,7 @@ class Checkpointer:
         """Complete a directory that all ranks have written their tensors to, give it its name, and prune."""
         files = {name: entry for share in shares for name, entry in share.items()}
         (partial / "state.json").write_text(json.dumps(state, indent=1))
-        for name in ("state.json", ".metadata"):
+        for name in ("state.json", INDEX_FILE):
             files[name] = _describe(partial / name)
         _write_durably(partial / "manifest.json", json.dumps({"files": files}, indent=1))
         old = final.with_name(final.name + ".old.tmp")
@@ -163,14 +164,15 @@ class Checkpointer:
         """Fill the drafter's weights (and the optimizer's moments, unless None) in place; return the state.
 
         Raises:
-            UserError: the directory is not a complete checkpoint, or its tensors have other names or shapes.
+            UserError: the directory is not a complete checkpoint, its tensors have other names or shapes, or
+                they cannot be read. Nothing in it is executed (see `checkpoint_files`).
         """
         if problem := verify(path):
             raise UserError(
                 f"training.resume_from: {path}: {problem}; allowed: a complete checkpoint directory"
             )
         state = read_state(path)
-        reader = dcp.FileSystemReader(path)
+        reader = CheckpointReader(path)
         wanted = {f"model.{n}": p.detach() for n, p in drafter.named_parameters()}
         if optimizer is not None:
             for n, p in drafter.named_parameters():
@@ -184,8 +186,11 @@ class Checkpointer:
                 raise UserError(
                     f"{path}: tensor {name} has shape {shape}, the drafter needs {tuple(tensor.shape)}"
                 )
-        with _quietly():
-            dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        try:
+            with _quietly():
+                dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        except dcp.CheckpointException as error:
+            raise UserError(f"{path}: its tensors cannot be read: {_root_cause(error)}") from error
         return state
 
 
@@ -203,9 +208,14 @@ def verify(path: Path) -> str | None:
     if not manifest.is_file():
         return "it has no manifest.json (not completely written)"
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError, TypeError):
+        entries = json.loads(manifest.read_text())["files"]
+        files = {name: {"bytes": int(e["bytes"]), "blake2b": e["blake2b"]} for name, e in entries.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "its manifest.json cannot be read"
+    if unlisted := {"state.json", INDEX_FILE} - files.keys():
+        return f"its manifest.json does not list {min(unlisted)}"
+    if outside := [name for name in files if not is_plain_name(name)]:
+        return f"its manifest.json lists {outside[0]!r}, which is not directly inside it"
     for name, entry in files.items():
         file = path / name
         if not file.is_file():

@@ -21,7 +21,7 @@ from dflash_core.drafter.directory import drafter_directory
 from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
 from dflash_core.drafter.export import load_drafter
 from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 from dflash_core.launch.process_groups import World
 from dflash_core.microbatch import FeatureSpec
 from dflash_core.objective.loss import TargetEnds
@@ -150,7 +150,12 @@ def pick_dtypes(run: RunSpec, world: World, state: State | None) -> dict[str, to
         feature = target if wanted == "auto" else resolve_dtype(wanted, device)
         drafter = resolve_dtype(config.training.compute_dtype, device)
         return {"target": target, "feature": feature, "drafter": drafter}
-    stored = {k: getattr(torch, v) for k, v in state.facts["dtypes"].items()}
+    names = state.facts.get("dtypes")
+    if not isinstance(names, dict) or not all(
+        isinstance(getattr(torch, str(v), 0), torch.dtype) for v in names.values()
+    ):
+        raise UserError(f"state.json: facts.dtypes is {names!r}; allowed: the dtypes that a run saved")
+    stored = {k: getattr(torch, v) for k, v in names.items()}
     asked = {"target": config.target.compute_dtype, "drafter": config.training.compute_dtype}
     return {k: getattr(torch, asked[k]) if asked.get(k, "auto") != "auto" else v for k, v in stored.items()}
 
@@ -161,12 +166,20 @@ def layer_ids(run: RunSpec, target_config: Any) -> tuple[int, ...]:
 
 
 def load_target_config(run: RunSpec) -> Any:
-    """Load the transformers configuration of the target."""
+    """Load the transformers configuration of the target.
+
+    Raises:
+        UserError: transformers rejects it, or it needs code that may not run.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(
-        str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
-    )
+    try:
+        return AutoConfig.from_pretrained(
+            str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
+        )
+    except Exception as error:
+        # Each part of transformers raises its own kinds.
+        raise UserError(f"target.name: {run.target}/config.json does not load: {one_line(error)}") from error
 
 
 def load_target(run: RunSpec, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:

@@ -65,7 +65,8 @@ class State:
         """Build the state from the contents of `path`.
 
         Raises:
-            UserError: a name is unknown or missing: a state that is half understood cannot be resumed.
+            UserError: a name is unknown or missing, or a value has another type: a state that is half
+                understood cannot be resumed.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         if values.keys() != known:
@@ -73,6 +74,9 @@ class State:
             raise UserError(
                 f"{path}: written by another version of this program; names that differ: {different}"
             )
+        for name, default in dataclasses.asdict(cls()).items():
+            if isinstance(default, int | float | dict) and type(values[name]) not in (type(default), int):
+                raise UserError(f"{path}: {name} is {values[name]!r}; allowed: one like {default!r}")
         return cls(**values)
 
     def record_step(
@@ -111,7 +115,11 @@ class State:
 def read_state(checkpoint: Path) -> State:
     """Read the state of a checkpoint, without its tensors."""
     path = checkpoint / "state.json"
-    return State.from_json(json.loads(path.read_text()), path)
+    try:
+        values = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); allowed: a complete checkpoint") from error
+    return State.from_json(values, path)
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -200,3 +200,34 @@ def test_files_that_cannot_be_read_are_one_message(exported: Path, tmp_path: Pat
     (exported / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json: not JSON"):
         load_drafter(exported)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "tensors of .* numbers; config.json asks for 1000000000 layers"),
+        ({"hidden_size": 2**40}, "tensors of .* numbers; config.json asks for"),
+        ({"intermediate_size": 2**62}, "tensors of .* numbers; config.json asks for"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; allowed: a whole number from 1"),
+        ({"head_dim": "8"}, "head_dim is '8'; allowed: a whole number from 1"),
+        ({"hidden_size": float("nan")}, "hidden_size is nan; allowed: a whole number from 1"),
+        ({"block_size": [8]}, r"block_size is \[8\]; allowed: a whole number"),
+        ({"dflash_config": [1]}, r"dflash_config is \[1\]; allowed: a mapping"),
+    ],
+)
+def test_a_hostile_configuration_is_rejected_before_it_is_built(
+    exported: Path, change: dict[str, Any], message: str
+) -> None:
+    edit(exported, lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        load_drafter(exported)
+
+
+def test_pickled_weights_and_deep_configurations_are_rejected(exported: Path) -> None:
+    (exported / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(UserError, match="model.safetensors: cannot be read"):
+        load_drafter(exported)
+    for text in ("[" * 100_000, "[]"):
+        (exported / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json: (not JSON|holds)"):
+            load_drafter(exported)

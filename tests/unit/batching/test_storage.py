@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -74,3 +75,43 @@ def test_damaged_or_foreign_file_is_rejected(tmp_path):
     pq.write_table(table.replace_schema_metadata(None), tmp_path / "foreign.parquet")
     with pytest.raises(UserError, match="not a batch plan"):
         load_plan(tmp_path / "foreign.parquet")
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        ("sample", lambda v: v - 5, "sample -5 below 0"),
+        ("width", lambda v: v - 1000, "width .* below 0"),
+        ("tokens", lambda v: -v, "tokens .* below 0"),
+        ("microbatch", lambda v: v[::-1].copy(), "column microbatch does not count from 0 in steps of 1"),
+        ("microbatch", lambda v: v * 2, "column microbatch does not count from 0 in steps of 1"),
+        ("step", lambda v: v + 1, "column step does not count from 0 in steps of 1"),
+        ("width", lambda v: v.astype(np.float64), "columns .*width: double"),
+    ],
+)
+def test_numbers_that_lead_outside_are_rejected(tmp_path, column, change, words):
+    plan = build_plan(LENGTHS, BatchingConfig(token_budget=12, tokens_per_step=20), seed=0, epoch=0)
+    save_plan(plan, tmp_path / "plan.parquet")
+    table = pq.read_table(tmp_path / "plan.parquet")
+    i = table.schema.get_field_index(column)
+    changed = table.set_column(i, column, pa.array(change(table[column].to_numpy())))
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), tmp_path / "changed.parquet")
+    with pytest.raises(UserError, match=rf"changed\.parquet: damaged: ValueError: {words}"):
+        load_plan(tmp_path / "changed.parquet")
+
+
+@pytest.mark.parametrize("origin", [b"{", b"{}", b"3", b'{"config": 3}', b"[" * 100_000])
+def test_settings_that_cannot_be_read_are_rejected(tmp_path, origin):
+    plan = build_plan(LENGTHS, BatchingConfig(token_budget=12, tokens_per_step=20), seed=0, epoch=0)
+    save_plan(plan, tmp_path / "plan.parquet")
+    table = pq.read_table(tmp_path / "plan.parquet").replace_schema_metadata({"batch_plan": origin})
+    pq.write_table(table, tmp_path / "plan.parquet")
+    with pytest.raises(UserError, match="damaged: "):
+        load_plan(tmp_path / "plan.parquet")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(100) + b"PAR1"])
+def test_a_file_that_is_not_parquet_is_rejected(tmp_path, content):
+    (tmp_path / "plan.parquet").write_bytes(content)
+    with pytest.raises(UserError, match="damaged: "):
+        load_plan(tmp_path / "plan.parquet")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -133,3 +134,15 @@ def test_a_token_goes_to_the_hub_and_into_no_message(
     assert "Bearer hf_secret" in hub.tokens
     written = [path.read_text() for path in tmp_path.rglob("*.json")]
     assert "hf_secret" not in json.dumps([str(failure.value), said, written, capfd.readouterr()])
+
+
+@pytest.mark.parametrize("commit", ["../../../escaped", "/tmp/escaped", None, "main"])
+def test_a_commit_that_would_be_a_path_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
+) -> None:
+    info = SimpleNamespace(sha=commit, gated=False, siblings=[])
+    api = SimpleNamespace(dataset_info=lambda *_, **__: info)
+    monkeypatch.setattr("dflash_core.data.hub_datasets._api", lambda: api)
+    with pytest.raises(UserError, match="the Hub names the commit .*; allowed: 40 hex digits"):
+        hub_datasets.resolve("hf://datasets/owner/chats/a.jsonl", tmp_path)
+    assert list(tmp_path.iterdir()) == []

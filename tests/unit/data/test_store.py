@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dflash_core.config import DataConfig
@@ -145,3 +148,50 @@ def test_a_store_of_a_configuration_has_its_split(tmp_path: Path) -> None:
     expected = TokenStore.open([shard], validation_share=0.1, min_validation_samples=4)
     assert store.digest == expected.digest
     assert store.validation_indices.tolist() == expected.validation_indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        ("sequence_length", lambda v: v + 1),
+        ("sequence_length", lambda v: -v),
+        ("num_eligible_anchors", lambda v: v + 1000),
+        ("num_supervised_tokens", lambda v: v - 1000),
+        ("sequence_length", lambda v: v.astype(np.float64)),
+    ],
+)
+def test_lengths_that_lead_outside_of_the_files_are_rejected(
+    tmp_path: Path, column: str, change: Any
+) -> None:
+    path = write_shard(tmp_path / "a", numbered(4)) / "samples.parquet"
+    table = pq.read_table(path)
+    i = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(i, column, pa.array(change(table[column].to_numpy()))), path)
+    with pytest.raises(UserError, match=r"(samples\.parquet|offsets\.npy): .*ingest the file again"):
+        TokenStore.open([path.parent])
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        np.array([0, 4, -4, 12, 16]),
+        np.array([-4, 0, 4, 8, 12]),
+        np.array([0, 1 << 40, 1 << 41, 1 << 42, 1 << 43]),
+        np.array([0.0, 4.0, 8.0, 12.0, 16.0]),
+        np.array([[0, 4], [8, 16]]),
+        np.array([{"a": 1}], dtype=object),
+    ],
+)
+def test_offsets_that_lead_outside_of_the_files_are_rejected(tmp_path: Path, offsets: Any) -> None:
+    shard = write_shard(tmp_path / "a", numbered(4))
+    np.save(shard / "offsets.npy", offsets, allow_pickle=True)
+    with pytest.raises(UserError, match=r"offsets\.npy: .*ingest the file again"):
+        TokenStore.open([shard])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"format_version": 1}', "[" * 100_000])
+def test_a_manifest_that_cannot_be_read_is_rejected(tmp_path: Path, text: str) -> None:
+    shard = write_shard(tmp_path / "a", numbered(4))
+    (shard / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest\.json: damaged .*ingest the file again"):
+        TokenStore.open([shard])

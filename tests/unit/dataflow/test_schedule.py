@@ -39,6 +39,13 @@ def test_a_plan_of_other_shards_is_rejected(store: TokenStore, tmp_path: Path) -
     save_plan(plan, tmp_path / "plan.parquet")
     with pytest.raises(UserError, match="plan of 500 or more samples, the shards hold"):
         Schedule(store, [tmp_path / "plan.parquet"], None)
+    lengths = store.lengths[store.train_indices]
+    plan = build_plan(lengths[::-1], BatchingConfig(strategy="random", token_budget=100), seed=0, epoch=0)
+    save_plan(plan, tmp_path / "plan.parquet")
+    with pytest.raises(
+        UserError, match="microbatch 0 has .* tokens in rows of .*, the samples have .* tokens"
+    ):
+        Schedule(store, [tmp_path / "plan.parquet"], None)
     with pytest.raises(UserError, match="no such plan"):
         Schedule(store, [tmp_path / "absent.parquet"], None)
 
