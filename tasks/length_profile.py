@@ -31,7 +31,7 @@ def connect() -> Iterator[Any]:
     import duckdb
 
     with tempfile.TemporaryDirectory(prefix="dflash-") as directory:
-        config = {
+        config: dict[str, str | bool | int | float | list[str]] = {
             "threads": min(8, os.cpu_count() or 1),
             "memory_limit": "2GB",
             "temp_directory": directory,

@@ -42,7 +42,7 @@ def check_request(
     flow_name: str,
     deployment: str | None,
     settings: tuple[RunConfig, FlowOptions],
-    path: Path = deployments.PREFECT_YAML,
+    path: Path | None = None,
 ) -> None:
     """Check the settings of a run request against those of its deployment on this machine.
 
@@ -50,13 +50,17 @@ def check_request(
         deployment: a name in `prefect.yaml`; None: the request is for a deployment that this machine does not
             know, so only the defaults are its own.
         settings: the resolved settings of the request.
+        path: of the named runs; None: the file that `deployments.prefect_yaml` chooses.
 
     Raises:
         UserError: a setting that the request may not choose, with the value and how to allow it.
     """
+    path = path or deployments.prefect_yaml()
+    # An installed package is no project: there it is the working directory.
+    project = Path.cwd() if path == deployments.PACKAGED_YAML else path.parent
     own = deployments.resolve(flow_name, deployment, {}, path)
     own_values = {name: value for part in own for name, _, value in walk(part)}
-    limits = _Limits(own=own[0], requested=settings[0], project=path.parent)
+    limits = _Limits(own=own[0], requested=settings[0], project=project)
     for part in settings:
         for name, field, value in walk(part):
             rule, own_value = field.metadata.get("request"), own_values[name]

@@ -136,7 +136,7 @@ def test_a_reply_that_drips_ends_at_the_time_limit(servers: tuple[Server, Server
 @pytest.mark.parametrize(
     "body",
     [
-        gzip.compress(completion(content="a")),
+        gzip.compress(completion(content="a"), mtime=0),
         completion(content="a").decode().encode("utf-16-le")[:-1],
         b"\xff\xfe\xfa",
         b"[" * 200_000,
