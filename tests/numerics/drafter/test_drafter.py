@@ -36,6 +36,8 @@ OBJECTIVES = {
 SHAPES = {
     "two layers": SHAPE,
     "sliding window": replace(SHAPE, sliding_window=6),
+    "mixed windows": replace(SHAPE, sliding_window=6, sliding_layers=(1,)),
+    "biases": replace(SHAPE, attention_bias=True),
     "other heads": replace(SHAPE, num_heads=4, num_kv_heads=4, head_dim=6, num_layers=1, block_size=3),
 }
 
