@@ -27,10 +27,8 @@ from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
+from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import load_model
-
-# For so few rows, head @ rows.T is up to 4 times faster than rows @ head.T on a CPU.
-MAX_TRANSPOSED_ROWS = 256
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -49,12 +47,13 @@ class Target:
         self.layers = self.decoder.layers
         self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
         self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
-        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
+        # [V, D], as a drafter embeds its block
+        self.embed_weight = embedding_table(model.get_input_embeddings())
         self.width_D = self.embed_weight.shape[1]
         self.device = self.embed_weight.device
-        head: torch.Tensor = model.get_output_embeddings().weight.detach()
-        # [V, D]; with a device map it may lie on another device than the embedding.
-        self.head_weight = head.to(self.device)
+        # With a device map the model's own lies on another device than the embedding.
+        self.head = read_head(model, self.device)
+        self.head_weight = self.head.weight_VD
         # Tokens that end an answer; `end_answers` adds those that the configs do not name.
         self.eos_ids = _eos_ids(model)
         self.added_eos_ids: tuple[int, ...] = ()
@@ -226,11 +225,12 @@ class Target:
         return out.to(self.device), features
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply lm_head to states after the final norm, [..., D] -> [..., V]."""
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.device.type == "cpu" and len(rows) <= MAX_TRANSPOSED_ROWS:
-            return (self.head_weight @ rows.T).T.reshape(*hidden.shape[:-1], -1)
-        return torch.nn.functional.linear(hidden, self.head_weight)
+        """Return the target's own logits of its states after the final norm, [..., D] -> [..., V]."""
+        return self.head.logits(hidden)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a drafter's final states, [..., D] -> [..., V]: lm_head's bare weight."""
+        return self.head.raw(hidden)
 
     def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
         """Return the keywords that make `attention` run packed; bounds and lengths are on the host."""

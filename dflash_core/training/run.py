@@ -26,6 +26,7 @@ from dflash_core.microbatch import FeatureSpec
 from dflash_core.objective.loss import TargetEnds
 from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
+from dflash_core.target.head import embedding_table, embedding_with
 from dflash_core.target.materialise import fingerprint
 from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
@@ -201,7 +202,7 @@ def load_ends(
     # Tied weights may be stored under either name.
     either = next(iter(stored.values()))
     embed, head = (stored.get(n, either).to(device, dtype) for n in wanted)
-    return TargetEnds(embed, head)
+    return TargetEnds(embedding_table(embedding_with(model.get_input_embeddings(), embed)), head)
 
 
 def build_drafter(
