@@ -100,15 +100,15 @@ def embedding_with(module: torch.nn.Embedding, weight: Tensor) -> torch.nn.Embed
         value = getattr(module, f"scalar_{name}", None)
         if value is None or buffer.dim():
             raise UserError(
-                f"training.topology: 'split' is not allowed, the embedding of class {type(module).__name__} is "
-                "not known without the rest of its model; allowed: colocated"
+                f"training.topology: 'split' is not allowed, the embedding of class {type(module).__name__} "
+                "is not known without the rest of its model; allowed: colocated"
             )
         setattr(filled, name, torch.tensor(value, device=weight.device))
     return filled
 
 
 def embedding_table(module: torch.nn.Embedding) -> Tensor:
-    """Return what an embedding module gives for every token, [V, D]: the weight itself where it is the same."""
+    """Return what an embedding module gives for every token, [V, D]: the weight where it is the same."""
     weight = module.weight.detach()
     if type(module) is torch.nn.Embedding:
         return weight

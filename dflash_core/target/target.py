@@ -23,6 +23,7 @@ import torch
 from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 from dflash_core.microbatch import Features
+from dflash_core.target.attention import Pass, begin
 from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
@@ -146,13 +147,13 @@ class Target:
         if width == 0:
             self._check_packing(len(lengths))
             rows_T, ids, positions = None, tokens_T[None], positions_T[None].to(self.device)
-            kwargs = self._packed(bounds, lengths)
+            forward = self._packed(bounds, lengths)
         else:
             assert int(lengths.max()) <= width, f"a sample of {int(lengths.max())} tokens in rows of {width}"
             rows_T = torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T
             rows_T = rows_T.to(self.device)
             ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
-            positions, kwargs = torch.arange(width, device=self.device)[None], {}
+            positions, forward = torch.arange(width, device=self.device)[None], Pass()
         features = self._empty_features(len(tokens_T))
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
@@ -162,8 +163,9 @@ class Target:
             )
 
         last = None
-        with self._hooks(keep, stop_early=not want_last_hidden), suppress(_EnoughLayers):
-            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+        hooks = self._hooks(keep, stop_early=not want_last_hidden)
+        with begin(forward), hooks, suppress(_EnoughLayers):
+            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
             last = out.last_hidden_state
         if last is not None:
             last = last.flatten(0, 1).to(self.device)
@@ -191,13 +193,9 @@ class Target:
 
         rows_T = rows_T + first_row
         cache.begin_packed(rows_T, positions_T)
-        with self._hooks(keep, stop_early=False):
+        with begin(self._packed(bounds, lengths, cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
-                input_ids=token_ids_T[None],
-                position_ids=positions_T[None],
-                use_cache=False,
-                decode_cache=cache,
-                **self._packed(bounds, lengths),
+                input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False
             ).last_hidden_state
         return out[0].to(self.device), features, rows_T, positions_T
 
@@ -218,9 +216,9 @@ class Target:
             features[..., self._columns(slot)] = hidden.to(self.device)
 
         cache.begin(positions_BK)
-        with self._hooks(keep, stop_early=False):
+        with begin(Pass(cache=cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
-                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False, decode_cache=cache
+                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False
             ).last_hidden_state
         return out.to(self.device), features
 
@@ -232,15 +230,9 @@ class Target:
         """Return the logits of a drafter's final states, [..., D] -> [..., V]: lm_head's bare weight."""
         return self.head.raw(hidden)
 
-    def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
-        """Return the keywords that make `attention` run packed; bounds and lengths are on the host."""
-        on_device, longest = bounds.to(self.device), int(lengths.max())
-        return {
-            "cu_seq_lens_q": on_device,
-            "cu_seq_lens_k": on_device,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+    def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor, cache: DecodeCache | None = None) -> Pass:
+        """Return the pass that makes `attention` run packed; bounds and lengths are on the host."""
+        return Pass(bounds.to(self.device), int(lengths.max()), cache)
 
     def _empty_features(self, *shape: int) -> torch.Tensor:
         width = len(self.layer_ids) * self.width_D
