@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.compute_dtype import dtype_name
+from dflash_core.target.load import auto_class
 
 # Dtypes that hold plain weights; a quantised checkpoint stores others.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,10 +36,8 @@ PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 def empty_model(target_config: Any, *, trust_remote_code: bool) -> Any:
     """Build the target's modules without weights, for their names and shapes."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(target_config, trust_remote_code=trust_remote_code)
+        return auto_class(target_config).from_config(target_config, trust_remote_code=trust_remote_code)
 
 
 def stored_tensors(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
 from dflash_core.target.head import embedding_table, read_head
-from dflash_core.target.load import load_model
+from dflash_core.target.load import decoder_layers, load_model
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -45,7 +45,7 @@ class Target:
         self.model = model
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
-        self.layers = self.decoder.layers
+        self.layers = decoder_layers(model)
         self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
         self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
         # [V, D], as a drafter embeds its block
@@ -257,7 +257,13 @@ class Target:
             last = stop_early and slot == len(self.layer_ids) - 1
 
             def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-                keep(slot, output[0] if isinstance(output, tuple) else output)
+                hidden = output[0] if isinstance(output, tuple) else output
+                if hidden.dim() != 3:
+                    raise UserError(
+                        f"target.name: a layer of {self.config.model_type} gives states of shape "
+                        f"{list(hidden.shape)}; allowed: layers that give one hidden state per token"
+                    )
+                keep(slot, hidden)
                 if last:
                     raise _EnoughLayers
 

@@ -27,6 +27,7 @@ from dflash_core.objective.loss import TargetEnds
 from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.head import embedding_table, embedding_with
+from dflash_core.target.load import load_config
 from dflash_core.target.materialise import fingerprint
 from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
@@ -157,11 +158,7 @@ def layer_ids(run: RunSpec, target_config: Any) -> tuple[int, ...]:
 
 def load_target_config(run: RunSpec) -> Any:
     """Load the transformers configuration of the target."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(
-        str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
-    )
+    return load_config(run.target, trust_remote_code=run.config.target.trust_remote_code)
 
 
 def load_target(run: RunSpec, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
