@@ -24,8 +24,13 @@ def load_model(
     trust_remote_code: bool,
     device_map: str | None,
     devices: Sequence[int],
+    eager: bool = False,
 ) -> Any:
-    """Load a causal language model, frozen and in evaluation mode; arguments as in `Target.load`.
+    """Load a causal language model, frozen and in evaluation mode; most arguments as in `Target.load`.
+
+    Args:
+        directory, dtype, device, trust_remote_code, device_map, devices: as there.
+        eager: keep the model's own attention.
 
     Raises:
         UserError: transformers cannot load it, a package is missing, or the checkpoint lacks tensors: they
@@ -39,7 +44,7 @@ def load_model(
         model, info = auto_class(load_config(directory, trust_remote_code=trust_remote_code)).from_pretrained(
             str(directory),
             dtype=dtype,
-            attn_implementation=attention.ATTENTION_NAME,
+            attn_implementation="eager" if eager else attention.ATTENTION_NAME,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

@@ -13,7 +13,7 @@ Shape letters: T packed tokens, D target width, L captured layers, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from dflash_core.microbatch import Features
 from dflash_core.target.attention import Pass, begin
 from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
-from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.decode_cache import DecodeCache, TokenCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
 from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import decoder_layers, load_model
+from dflash_core.target.mode import TargetMode, expected_mode
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -40,9 +41,16 @@ class Target:
     """A frozen causal language model. Make one with `Target.load`."""
 
     def __init__(
-        self, model: Any, layer_ids: Sequence[int], *, compute_dtype: torch.dtype, feature_dtype: torch.dtype
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        *,
+        compute_dtype: torch.dtype,
+        feature_dtype: torch.dtype,
+        mode: TargetMode | None = None,
     ) -> None:
         self.model = model
+        self.mode = mode or expected_mode(model.config)
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
@@ -58,8 +66,6 @@ class Target:
         # Tokens that end an answer; `end_answers` adds those that the configs do not name.
         self.eos_ids = _eos_ids(model)
         self.added_eos_ids: tuple[int, ...] = ()
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        self.can_pack = kinds <= {"full_attention", "sliding_attention"}
 
     @classmethod
     def load(
@@ -73,6 +79,7 @@ class Target:
         trust_remote_code: bool = False,
         device_map: str | None = None,
         devices: Sequence[int] = (),
+        mode: TargetMode | None = None,
     ) -> Target:
         """Load from a local directory (see `materialise`), frozen and in evaluation mode.
 
@@ -85,6 +92,7 @@ class Target:
             trust_remote_code: whether code in the directory may run.
             device_map: passed to transformers, for targets larger than one device.
             devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
+            mode: what `check_target` found; None: what the kinds of its layers suggest.
 
         Raises:
             UserError: not a causal language model that transformers can load, or unsuitable layer ids.
@@ -97,9 +105,10 @@ class Target:
             trust_remote_code=trust_remote_code,
             device_map=device_map,
             devices=devices,
+            eager=mode is not None and mode.eager,
         )
         features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
-        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
+        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features, mode=mode)
 
     def end_answers(self, tokenizer: Any, data: DataConfig) -> None:
         """Let answers end at every token of `end_ids`, and print those that the configs do not name.
@@ -164,7 +173,7 @@ class Target:
 
         last = None
         hooks = self._hooks(keep, stop_early=not want_last_hidden)
-        with begin(forward), hooks, suppress(_EnoughLayers):
+        with self._begin(forward), hooks, suppress(_EnoughLayers):
             out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
             last = out.last_hidden_state
         if last is not None:
@@ -172,9 +181,17 @@ class Target:
             last = last if rows_T is None else last[rows_T]
         return Features(features, last_hidden=last)
 
+    def new_cache(self, num_rows: int, num_slots: int) -> DecodeCache | TokenCache:
+        """Return what `prefill` and `decode` keep of the rows: keys and values, or only their tokens."""
+        return (DecodeCache if self.mode.can_cache else TokenCache)(num_rows, num_slots)
+
     @torch.inference_mode()
     def prefill(
-        self, token_ids_T: torch.Tensor, cu_seqlens: torch.Tensor, cache: DecodeCache, first_row: int = 0
+        self,
+        token_ids_T: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cache: DecodeCache | TokenCache,
+        first_row: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read prompts, packed, into a cache: prompt i into row first_row + i, whatever was there.
 
@@ -193,6 +210,11 @@ class Target:
 
         rows_T = rows_T + first_row
         cache.begin_packed(rows_T, positions_T)
+        if isinstance(cache, TokenCache):
+            cache.store(token_ids_T)
+            whole = self.capture(token_ids_T, bounds, int(lengths.max()), want_last_hidden=True)
+            assert whole.last_hidden is not None
+            return whole.last_hidden, whole.hidden, rows_T, positions_T
         with begin(self._packed(bounds, lengths, cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
                 input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False
@@ -201,7 +223,7 @@ class Target:
 
     @torch.inference_mode()
     def decode(
-        self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
+        self, token_ids_BK: torch.Tensor, cache: DecodeCache | TokenCache, positions_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a few more tokens of each row over its cache.
 
@@ -210,17 +232,36 @@ class Target:
         Returns:
             States after the final norm [B, K, D] and features [B, K, L * D].
         """
+        cache.begin(positions_BK)
+        if isinstance(cache, TokenCache):
+            return self._decode_whole(token_ids_BK, cache, positions_BK)
         features = self._empty_features(*token_ids_BK.shape)
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
             features[..., self._columns(slot)] = hidden.to(self.device)
 
-        cache.begin(positions_BK)
         with begin(Pass(cache=cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
                 input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False
             ).last_hidden_state
         return out.to(self.device), features
+
+    def _decode_whole(
+        self, token_ids_BK: torch.Tensor, cache: TokenCache, positions_BK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the rows again from their first token, padded on the right."""
+        cache.store(token_ids_BK.flatten())
+        rows_BS, lengths_B = cache.rows(), positions_BK[:, -1].cpu() + 1
+        real = torch.arange(rows_BS.shape[1]) < lengths_B[:, None]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_B.cumsum(0)]).to(torch.int32)
+        whole = self.capture(rows_BS[real.to(self.device)], bounds, rows_BS.shape[1], want_last_hidden=True)
+        assert whole.last_hidden is not None
+        at_BK = bounds[:-1, None].to(self.device) + positions_BK
+        return whole.last_hidden[at_BK], whole.hidden[at_BK]
+
+    def _begin(self, forward: Pass) -> AbstractContextManager[None]:
+        """Let our attention compute as a pass asks; the model's own needs no asking."""
+        return nullcontext() if self.mode.eager else begin(forward)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's own logits of its states after the final norm, [..., D] -> [..., V]."""
@@ -243,10 +284,10 @@ class Target:
         return slice(slot * self.width_D, (slot + 1) * self.width_D)
 
     def _check_packing(self, num_samples: int) -> None:
-        if not self.can_pack and num_samples > 1:
+        if num_samples > 1 and not self.mode.can_pack:
             raise UserError(
-                f"batching.strategy: this target ({self.config.model_type}) mixes tokens along a row outside "
-                "of attention and cannot run packed; allowed: sorted, sorted_fresh, random, bucketed"
+                f"batching.strategy: this target ({self.config.model_type}) cannot run packed; allowed: "
+                "sorted, sorted_fresh, random, bucketed"
             )
 
     @contextmanager
