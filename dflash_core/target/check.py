@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dflash_core.errors import UserError
 from dflash_core.target.compute_dtype import dtype_name, resolve_dtype
-from dflash_core.target.load import decoder_layers, load_model
+from dflash_core.target.load import decoder_of, load_model
 from dflash_core.target.mode import EAGER, FAST, PADDED, TargetMode
 from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
@@ -37,9 +37,9 @@ LENGTHS = (3, 17, 48)
 MAX_WINDOW = 512
 # Weights up to this size in float32 are checked in float32.
 FLOAT32_BYTES = 8 << 30
-# Allowed difference of a token's states, as a share of their norm. In float32 right ones differ by 1e-6, and a
-# wrong mask shows as 0.05 or more. In bfloat16 rounding alone gives up to 0.02, and a routed expert may change
-# for single tokens, so there the median over tokens counts.
+# Allowed difference of a token's states, as a share of their norm. In float32 right ones differ by 1e-6, and
+# a wrong mask shows as 0.05 or more. In bfloat16 rounding alone gives up to 0.02, and a routed expert may
+# change for single tokens, so there the median over tokens counts.
 FLOAT32_TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.05
 
 
@@ -103,7 +103,7 @@ class _Check:
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
-        self.layers = range(len(decoder_layers(model)))
+        self.layers = range(len(decoder_of(model).layers))
         config = model.config.get_text_config()
         vocabulary = model.get_input_embeddings().weight.shape[0]
         lengths = [*LENGTHS[:-1], max(LENGTHS[-1], _window(config) + 16)]
@@ -143,26 +143,23 @@ class _Check:
     def _find_mode(self, fastest: TargetMode) -> TargetMode | None:
         """Return the fastest right mode with this attention, or None."""
         name = "the model's own attention" if fastest.eager else "exchanged attention"
-        if not self._is_right(f"padded, {name}", lambda: self._captured(_slower(fastest), packed=False)):
-            return None
-        if not self._is_right(f"logits, {name}", lambda: self._logits(_slower(fastest)), logits=True):
-            return None
-        if not self._is_right(
-            f"whole forwards, {name}", lambda: self._decoded(_slower(fastest)), decoded=True
-        ):
-            return None
-        if fastest.eager:
-            return EAGER
+        slowest = EAGER if fastest.eager else PADDED
+        is_right = (
+            self._is_right(f"padded, {name}", lambda: self._captured(slowest, packed=False))
+            and self._is_right(f"logits, {name}", lambda: self._logits(slowest), logits=True)
+            and self._is_right(f"whole forwards, {name}", lambda: self._decoded(slowest), decoded=True)
+        )
+        if not is_right or fastest.eager:
+            return EAGER if is_right else None
         packs = self._is_right(f"packed, {name}", lambda: self._captured(FAST, packed=True))
         caches = packs and self._is_right(f"decoding, {name}", lambda: self._decoded(FAST), decoded=True)
         return TargetMode(can_pack=packs, can_cache=caches)
 
     def _is_right(self, path: str, compute: Any, *, logits: bool = False, decoded: bool = False) -> bool:
         """Return True when a path gives what the reference gives; keep its difference or the reason."""
-        start = int(self.bounds[-2])
-        expected = (
-            self.expected_logits if logits else self.expected[start + 1 :] if decoded else self.expected
-        )
+        expected = self.expected_logits if logits else self.expected
+        if decoded:
+            expected = expected[int(self.bounds[-2]) + 1 :]
         self.differences[path] = None
         try:
             actual: Tensor = compute()
@@ -236,7 +233,7 @@ class _Check:
             hidden = output[0] if isinstance(output, tuple) else output
             kept.append(hidden[0].float().cpu())
 
-        handles = [layer.register_forward_hook(keep) for layer in decoder_layers(self.model)]
+        handles = [layer.register_forward_hook(keep) for layer in decoder_of(self.model).layers]
         device = self.model.get_input_embeddings().weight.device
         states, logits = [], []
         try:

@@ -127,7 +127,7 @@ def _probe(model: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
     try:
         with torch.no_grad(), _final_states(model, states[None]):
             own: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"target.name: logits of {model.config.model_type} cannot be checked ({error}); allowed: causal "
             "language models whose head reads the last hidden state of their decoder"
@@ -155,7 +155,7 @@ def _final_states(model: Any, states: Tensor) -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return getattr(original, name)
 
-    prefix = model.base_model_prefix
+    prefix = next(name for name in (model.base_model_prefix, "model") if name in model._modules)
     original = model._modules[prefix]
     model._modules[prefix] = Decoder()
     try:
@@ -169,16 +169,20 @@ def _scales(config: Any) -> list[float]:
     scales = {1.0: None}
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and value > 0 and any(word in name for word in SCALE_NAMES):
+            if _is_positive(value) and any(word in name for word in SCALE_NAMES):
                 scales |= {float(value): None, 1.0 / value: None}
     return list(scales)
 
 
 def _caps(config: Any) -> list[float | None]:
-    """Return None, and the soft cap that the configuration names."""
-    cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return [None] if not cap else [None, float(cap)]
+    """Return None, and every number that may be a soft cap of the logits."""
+    settings = vars(config.get_text_config()).items()
+    numbers = [value for name, value in settings if "cap" in name and _is_positive(value)]
+    return [None, *dict.fromkeys(float(value) for value in numbers)]
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _error(logits: Tensor, own: Tensor) -> float:

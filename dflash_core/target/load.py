@@ -99,16 +99,17 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def decoder_layers(model: Any) -> Any:
-    """Return the decoder layers of a loaded model, in order.
+def decoder_of(model: Any) -> Any:
+    """Return the decoder of a loaded model: the module with the list of layers.
 
     Raises:
-        UserError: its decoder has none under the usual name.
+        UserError: there is none under the usual names.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise UserError(
-            f"target.name: the decoder of {model.config.model_type} has no list of layers; allowed: decoders "
-            "of layers that each give one hidden state"
-        )
-    return layers
+    base = getattr(model, "model", model.base_model)
+    for decoder in (model.get_decoder(), base, getattr(base, "language_model", None)):
+        if isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+            return decoder
+    raise UserError(
+        f"target.name: the decoder of {model.config.model_type} has no list of layers; allowed: decoders of "
+        "layers that each give one hidden state"
+    )

@@ -29,7 +29,7 @@ from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache, TokenCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
 from dflash_core.target.head import embedding_table, read_head
-from dflash_core.target.load import decoder_layers, load_model
+from dflash_core.target.load import decoder_of, load_model
 from dflash_core.target.mode import TargetMode, expected_mode
 
 
@@ -52,8 +52,8 @@ class Target:
         self.model = model
         self.mode = mode or expected_mode(model.config)
         self.config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
-        self.layers = decoder_layers(model)
+        self.decoder = decoder_of(model)
+        self.layers = self.decoder.layers
         self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
         self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
         # [V, D], as a drafter embeds its block
