@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_core.config import DrafterConfig
-from dflash_core.drafter.compatibility import check_mask_token
 from dflash_core.errors import UserError
 from dflash_core.target.shape import TargetShape
 
@@ -146,3 +145,16 @@ def read_rope(config: Mapping[str, Any], path: object) -> tuple[float, dict[str,
         allowed = ", ".join(("default", *SCALED_ROPE_TYPES))
         raise UserError(f"{path}: rope_type is {kind!r}; allowed: {allowed}")
     return float(theta), {"rope_type": kind, **parameters}
+
+
+def check_mask_token(mask_token_id: int, vocab_size: int) -> None:
+    """Check that a mask token is a row of the target's embedding.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not 0 <= mask_token_id < vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id: {mask_token_id} is not allowed; "
+            f"allowed: an existing row of the target's embedding, 0 to {vocab_size - 1}"
+        )

@@ -5,9 +5,9 @@ loaded weights serve both sides. Runs use the fastest `TargetMode` whose states,
 reference; a target that no mode computes right is rejected. So a family that nobody has heard of is right,
 slow or rejected, but never silently wrong.
 
-Limits: samples are short, so sliding windows beyond `MAX_WINDOW` tokens and rotary embeddings that change
-with the length are not reached. Targets above `FLOAT32_BYTES` are checked in their compute dtype, where only
-differences above its rounding show.
+Limits: samples are short, so sliding windows beyond `MAX_WINDOW` tokens and a choice among more keys than
+that are not reached. Rotary embeddings that change with the length hold up to `max_tokens`. Targets above
+`FLOAT32_BYTES` are checked in their compute dtype, where only differences above its rounding show.
 
 Price: one load of the target and about ten forwards of some 70 tokens.
 
@@ -57,6 +57,8 @@ class TargetCheck:
     reasons: dict[str, str]
     # `TargetShape` as JSON types
     shape: dict[str, Any]
+    # longest sample whose states do not depend on its company in a microbatch; None: any
+    max_tokens: int | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -138,6 +140,7 @@ class _Check:
             differences=self.differences,
             reasons=self.reasons,
             shape=asdict(read_shape(self.model.config, num_layers=len(self.layers))),
+            max_tokens=max_tokens(self.model.config),
         )
 
     def _find_mode(self, fastest: TargetMode) -> TargetMode | None:
@@ -246,6 +249,19 @@ class _Check:
             for handle in handles:
                 handle.remove()
         return torch.cat(states), torch.cat(logits)[:, None]
+
+
+def max_tokens(config: Any) -> int | None:
+    """Return the length up to which a rotary embedding is the same for all samples; None: at all lengths.
+
+    transformers picks the factors of "longrope" and "dynamic" by the longest position in a microbatch.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    original = parameters.get("original_max_position_embeddings")
+    return int(original or getattr(text, "original_max_position_embeddings", text.max_position_embeddings))
 
 
 def _window(config: Any) -> int:

@@ -13,8 +13,13 @@ Fastest first:
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+# Outcome of a check, in the directory that holds the model's.
+CHECK_FILE = "check.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +50,12 @@ def expected_mode(config: Any) -> TargetMode:
     """Return the mode that the kinds of layers suggest, for a target that nothing has checked."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
     return FAST if kinds <= {"full_attention", "sliding_attention"} else PADDED
+
+
+def checked_mode(directory: str | Path) -> TargetMode | None:
+    """Return the mode that a check found for the model in a directory, or None where none has run."""
+    try:
+        outcome = json.loads((Path(directory).parent / CHECK_FILE).read_text(encoding="utf-8"))
+        return TargetMode(**outcome["mode"])
+    except OSError:
+        return None

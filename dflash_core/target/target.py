@@ -30,7 +30,7 @@ from dflash_core.target.decode_cache import DecodeCache, TokenCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
 from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import decoder_of, load_model
-from dflash_core.target.mode import TargetMode, expected_mode
+from dflash_core.target.mode import TargetMode, checked_mode, expected_mode
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -92,12 +92,13 @@ class Target:
             trust_remote_code: whether code in the directory may run.
             device_map: passed to transformers, for targets larger than one device.
             devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
-            mode: what `check_target` found; None: what the kinds of its layers suggest.
+            mode: None: what a check of the directory has found, else what the kinds of its layers suggest.
 
         Raises:
             UserError: not a causal language model that transformers can load, or unsuitable layer ids.
         """
         dtype = resolve_dtype(compute_dtype, str(device))
+        mode = mode or checked_mode(directory)
         model = load_model(
             directory,
             dtype=dtype,
