@@ -39,22 +39,24 @@ def dense_hidden(weights, shape, embed, features, token_ids, cu_seqlens, anchors
     row_position = torch.arange(num_rows) - starts.repeat_interleave(lengths)
     anchor_position = anchors.long() - starts[anchor_sample.long()]
     slot_position = (anchor_position[:, None] + torch.arange(block_size)).flatten()
-    mask = dense_mask(cu_seqlens, anchors, anchor_sample, block_size, shape.sliding_window)
     for i in range(shape.num_layers):
+        sliding = shape.sliding_layers is None or i in shape.sliding_layers
+        window = shape.sliding_window if sliding else None
+        mask = dense_mask(cu_seqlens, anchors, anchor_sample, block_size, window)
         w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items() if k.startswith(f"layers.{i}.")}
         h = rms_norm(x, w["input_layernorm.weight"], eps)
         # the context passes no input norm
         source = torch.cat([context, h])
         position = torch.cat([row_position, slot_position])
-        q = split_heads(h @ w["self_attn.q_proj.weight"].T, shape.head_dim)
-        k = split_heads(source @ w["self_attn.k_proj.weight"].T, shape.head_dim)
-        v = split_heads(source @ w["self_attn.v_proj.weight"].T, shape.head_dim)
+        q = split_heads(linear(h, w, "self_attn.q_proj"), shape.head_dim)
+        k = split_heads(linear(source, w, "self_attn.k_proj"), shape.head_dim)
+        v = split_heads(linear(source, w, "self_attn.v_proj"), shape.head_dim)
         q = rope(rms_norm(q, w["self_attn.q_norm.weight"], eps), slot_position, shape.rope_theta)
         k = rope(rms_norm(k, w["self_attn.k_norm.weight"], eps), position, shape.rope_theta)
         group = shape.num_heads // shape.num_kv_heads
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
-        x = x + out.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
+        x = x + linear(out.transpose(0, 1).flatten(1), w, "self_attn.o_proj")
         h = rms_norm(x, w["post_attention_layernorm.weight"], eps)
         gate, up = h @ w["mlp.gate_proj.weight"].T, h @ w["mlp.up_proj.weight"].T
         x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
@@ -110,6 +112,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """Turn [rows, heads * H] into [heads, rows, H]."""
     return x.unflatten(-1, (-1, head_dim)).transpose(0, 1)
+
+
+def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    """Apply a linear map, with its bias where it has one."""
+    product = x @ weights[f"{name}.weight"].T
+    return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
 
 
 def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:

@@ -28,7 +28,8 @@ def make_inputs(samples: int, length: int, anchors: int, layers: int) -> tuple[A
     """Return a drafter, the target's embedding and head, and the tensors of one microbatch."""
     import torch
 
-    from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+    from dflash_core.drafter.drafter import DFlashDrafter
+    from dflash_core.drafter.shape import DrafterShape
     from dflash_core.objective.loss import TargetEnds
 
     shape = DrafterShape(

@@ -33,13 +33,15 @@ import torch
 from dflash_core.config import ObjectiveConfig
 from dflash_core.dataflow.capture_cache import make_capture
 from dflash_core.dataflow.schedule import Schedule, build_microbatch, validation_rows
-from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.drafter.initial_weights import start_from_target
+from dflash_core.drafter.shape import drafter_shape
 from dflash_core.microbatch import Features, FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
 from dflash_core.target.capture import Capture, TargetCapture
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.materialise import fingerprint
+from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 from dflash_core.training.optim import Gradients, build_optimizer, learning_rate
 from dflash_core.training.run import RunSpec, layer_ids, load_target_config
@@ -143,7 +145,9 @@ def train(bench: Bench, variation: Variation, seed: int) -> DFlashDrafter:
     objective = replace(config.objective, **variation.objective)
     optimizer_config = replace(config.optimizer, **variation.optimizer)
     shape = drafter_shape(
-        bench.target.config, replace(config.drafter, **variation.drafter), tuple(bench.target.layer_ids)
+        read_shape(bench.target.config),
+        replace(config.drafter, **variation.drafter),
+        tuple(bench.target.layer_ids),
     )
     drafter = DFlashDrafter(shape, torch.Generator().manual_seed(seed)).to(bench.target.device)
     if variation.first_weights == "target":

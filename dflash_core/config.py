@@ -309,6 +309,8 @@ class DrafterConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
+    # base of the drafter's own rotary embedding; None: that of the target's full attention, else 1e6
+    rope_theta: float | None = optional_field(default=None)
     # context visible to slot k of anchor a: position > a + k - sliding_window
     sliding_window: int | None = None
 
@@ -316,6 +318,9 @@ class DrafterConfig:
         window, block = self.sliding_window, self.block_size
         _require(2 <= block <= 64, "drafter.block_size", block, "2 to 64")
         _at_least(self, "drafter", 1, "num_layers num_captured_layers")
+        _require(
+            self.rope_theta is None or self.rope_theta > 1, "drafter.rope_theta", self.rope_theta, "above 1"
+        )
         allowed = f"above block_size ({block}), or null"
         _require(window is None or window > block, "drafter.sliding_window", window, allowed)
 

@@ -29,8 +29,7 @@ def compare_strategies(config: RunConfig, options: CompareOptions) -> dict[str, 
         training=replace(config.training, check_initial_loss=True),
         tracking=replace(config.tracking, group=group),
     )
-    target = steps.prepare_target(config, options)
-    steps.check_drafter(config, target)
+    target = steps.check_target(config, options, steps.prepare_target(config, options))
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)

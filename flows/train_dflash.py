@@ -20,8 +20,7 @@ from tasks import report, train
 def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     """Return the report of the run."""
     steps.check_options(options)
-    target = steps.prepare_target(config, options)
-    steps.check_drafter(config, target)
+    target = steps.check_target(config, options, steps.prepare_target(config, options))
     dataset = steps.ingest_all(config, options, target)
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)

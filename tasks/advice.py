@@ -7,12 +7,15 @@ import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dflash_core.batching.cost import CostModel
 from dflash_core.config import RunConfig, from_dict, to_dict
 from dflash_core.files import write_json
+from dflash_core.target.shape import read_shape
 from tasks.storage.stages import stage
+from tasks.target import uses_gpu
 
 # sustained speeds that are assumed where nothing was measured, per second
 CPU_FLOPS, GPU_FLOPS = 1e11, 4e14
@@ -20,19 +23,17 @@ CPU_FLOPS, GPU_FLOPS = 1e11, 4e14
 
 def shape_model(target_directory: Path, config: RunConfig) -> CostModel:
     """Derive the constants from the shapes of target and drafter and an assumed speed of the device."""
-    shape = json.loads((target_directory / "config.json").read_text(encoding="utf-8"))
-    shape = shape.get("text_config", shape)
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    device = config.training.device
-    on_gpu = device == "cuda" or (device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
-    layers = shape["num_hidden_layers"]
+    values = json.loads((target_directory / "config.json").read_text(encoding="utf-8"))
+    shape = read_shape(SimpleNamespace(**values.get("text_config", values)))
+    on_gpu = uses_gpu(config.training.device)
+    layers = shape.num_layers
     return CostModel.from_shapes(
         # labels from the target need all of its layers; else capture stops after the last one read, id n - 3
         target_layers=layers if config.objective.labels == "target" else max(1, layers - 2),
-        hidden_size=hidden,
-        intermediate_size=shape["intermediate_size"],
-        kv_size=(shape.get("num_key_value_heads") or heads) * (shape.get("head_dim") or hidden // heads),
-        vocab_size=shape["vocab_size"],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        kv_size=shape.num_kv_heads * shape.head_dim,
+        vocab_size=shape.vocab_size,
         num_captured_layers=config.drafter.num_captured_layers,
         draft_layers=config.drafter.num_layers,
         label_share=0.6 if config.objective.labels == "target" else 0.0,

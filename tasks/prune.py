@@ -72,10 +72,15 @@ def referenced(root: Path, runs: Iterable[Path]) -> set[Path]:
 
 
 def _stage_directories(store: Path, path: Path) -> set[Path]:
-    """Return the stage directory that a path lies in, or lay in before the storage root was moved."""
+    """Return the stage directory that a path lies in, or lay in before the storage root was moved.
+
+    A checked target holds a link to the model in another one, which is returned too.
+    """
     parts = Path(os.path.normpath(path)).parts
     tails = (parts[i + 1 : i + 3] for i, part in enumerate(parts) if part == "store")
-    return {directory for tail in tails if len(tail) == 2 and (directory := store.joinpath(*tail)).is_dir()}
+    found = {directory for tail in tails if len(tail) == 2 and (directory := store.joinpath(*tail)).is_dir()}
+    links = (directory / "model" for directory in found)
+    return found | {link.resolve().parent for link in links if link.is_symlink() and link.is_dir()}
 
 
 def find_removable(

@@ -67,7 +67,7 @@ class DrafterContext:
         hidden_BKD = self.drafter.forward_blocks(
             embeds_BKD, self.layers, context_start_A=start_B, anchor_A=start_B + lengths_B.int()
         )
-        return target.logits(hidden_BKD[:, 1:])
+        return target.draft_logits(hidden_BKD[:, 1:])
 
 
 def check_pair(target: Target, drafter: DFlashDrafter) -> None:

@@ -29,7 +29,6 @@ from dflash_core.decoding.acceptance import Generation, bfloat16_steps
 from dflash_core.decoding.drafter_context import DrafterContext, check_pair
 from dflash_core.decoding.sampling import Sampling, accept_greedy, accept_sampled, probabilities, sample
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.target.decode_cache import DecodeCache
 from dflash_core.target.target import Target
 
 # Prompt tokens read in one forward pass; a longer prompt is read alone.
@@ -91,7 +90,7 @@ class _Rows:
         ]
         self.num_rows = min(sampling.batch_size, len(prompts))
         self.num_slots = max(len(p.token_ids) for p in prompts) + sampling.max_new_tokens + margin
-        self.cache = DecodeCache(self.num_rows, self.num_slots)
+        self.cache = target.new_cache(self.num_rows, self.num_slots)
         self.lengths_B = torch.zeros(0, dtype=torch.int64, device=target.device)
         self.anchors_B = self.lengths_B
 

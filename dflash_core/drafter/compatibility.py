@@ -1,6 +1,6 @@
-"""Checks of a drafter's settings against its target: the layers it reads and its mask token. Needs no torch.
+"""Checks of a run's settings against its target, before hours of reading data. Needs no torch.
 
-Policy: `config.json` of the target is enough, so a mistake is reported before hours of reading data.
+Policy: first what `config.json` of the target tells, then what the check of the target found.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dflash_core.config import DrafterConfig
+from dflash_core.batching.strategies import STRATEGIES
+from dflash_core.config import DrafterConfig, RunConfig
+from dflash_core.drafter.shape import check_mask_token, drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.target.captured_layers import captured_layers
+from dflash_core.target.mode import TargetMode
+from dflash_core.target.shape import TargetShape
 
 
 def check_compatible(target_directory: Path, drafter: DrafterConfig) -> None:
     """Check a drafter's settings against the `config.json` of its target.
 
-    A configuration that names its layers or its vocabulary differently passes here; the ranks check it again.
+    A configuration that names its layers or its vocabulary differently passes here; `check_run` knows them.
 
     Raises:
         UserError: layers that the target does not have, or a mask token that its embedding does not have.
@@ -29,14 +33,26 @@ def check_compatible(target_directory: Path, drafter: DrafterConfig) -> None:
         check_mask_token(drafter.mask_token_id, text["vocab_size"])
 
 
-def check_mask_token(mask_token_id: int, vocab_size: int) -> None:
-    """Check that a mask token is a row of the target's embedding.
+def check_run(config: RunConfig, mode: TargetMode, shape: TargetShape, *, max_tokens: int | None) -> None:
+    """Check the drafter's shape, the strategy and the lengths of a run against its target.
+
+    Args:
+        config: settings of the run.
+        mode, shape, max_tokens: of the target, see `TargetCheck`.
 
     Raises:
-        UserError: it is not.
+        UserError: one of them does not fit.
     """
-    if not 0 <= mask_token_id < vocab_size:
+    drafter_shape(shape, config.drafter, captured_layers(config.drafter, shape.num_layers))
+    strategy, length = config.batching.strategy, config.data.max_length
+    if STRATEGIES[strategy].is_packed and not mode.can_pack:
+        padded = ", ".join(name for name, traits in STRATEGIES.items() if not traits.is_packed)
         raise UserError(
-            f"drafter.mask_token_id: {mask_token_id} is not allowed; "
-            f"allowed: an existing row of the target's embedding, 0 to {vocab_size - 1}"
+            f"batching.strategy: {strategy!r} is not allowed, samples of this target influence each other in "
+            f"a pack; allowed: {padded}"
+        )
+    if max_tokens is not None and length > max_tokens:
+        raise UserError(
+            f"data.max_length: {length} is not allowed, beyond {max_tokens} tokens the rotary embedding of "
+            f"this target depends on the longest sample of a microbatch; allowed: up to {max_tokens}"
         )

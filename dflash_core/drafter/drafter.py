@@ -20,130 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash_core.config import DrafterConfig
-from dflash_core.drafter.compatibility import check_mask_token
-from dflash_core.errors import UserError
+from dflash_core.drafter.shape import DrafterShape
 from dflash_core.kernels.block_attention import block_attention
 
 LayerContext = tuple[Tensor, Tensor]  # k_TGH and v_TGH of one layer
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterShape:
-    """Everything about a drafter except its weights: the content of `config.json` of an exported drafter."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # 0-based decoder layers of the target whose outputs are read
-    num_target_layers: int
-    vocab_size: int  # of the target
-    rope_theta: float  # of the target
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 8192
-    sliding_window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"drafter.num_kv_heads: {self.num_kv_heads} is not allowed; "
-                f"allowed: divisors of num_heads ({self.num_heads})"
-            )
-        if self.head_dim % 2:
-            raise UserError(f"drafter.head_dim: {self.head_dim} is not allowed; allowed: even numbers")
-        check_mask_token(self.mask_token_id, self.vocab_size)
-        wrong = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
-        if wrong or not self.target_layer_ids:
-            raise UserError(
-                f"drafter.target_layer_ids: {list(self.target_layer_ids)} is not allowed; "
-                f"allowed: at least one id of a decoder layer, 0 to {self.num_target_layers - 1}"
-            )
-
-
-def drafter_shape(
-    target_config: Any, config: DrafterConfig, target_layer_ids: tuple[int, ...]
-) -> DrafterShape:
-    """Return the shape of a target's drafter; what `config` leaves open is taken from the target.
-
-    Args:
-        target_config: transformers configuration of the target (its text part for multimodal models).
-        config: settings of the drafter.
-        target_layer_ids: decoder layers to read.
-
-    Raises:
-        UserError: no mask token, an impossible shape, or a target whose rotary embedding is partial or
-            scaled: serving code rotates by rope_theta alone, so training would differ from serving.
-    """
-    target = target_config.get_text_config() if hasattr(target_config, "get_text_config") else target_config
-    if config.mask_token_id is None:
-        raise UserError(
-            "drafter.mask_token_id: not set; set the id of a reserved token of the target's vocabulary that "
-            "no data uses (never the padding or end token)"
-        )
-    heads = config.num_heads or target.num_attention_heads
-    kv_heads = config.num_kv_heads or getattr(target, "num_key_value_heads", None) or heads
-    return DrafterShape(
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size or target.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=config.head_dim or head_size(target),
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=tuple(target_layer_ids),
-        num_target_layers=target.num_hidden_layers,
-        vocab_size=target.vocab_size,
-        rope_theta=plain_rope_theta(target),
-        rms_norm_eps=float(getattr(target, "rms_norm_eps", 1e-6)),
-        max_position_embeddings=int(getattr(target, "max_position_embeddings", 8192)),
-        sliding_window=config.sliding_window,
-    )
-
-
-def head_size(target: Any) -> int:
-    """Return the dimensions of one attention head of the target."""
-    return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-
-
-def plain_rope_theta(target: Any) -> float:
-    """Return rope_theta of a target with plain, full rotary embedding.
-
-    Reads both layouts of transformers: `rope_parameters` (5.x) and `rope_theta` with `rope_scaling` (4.x).
-
-    Raises:
-        UserError: scaled (any rope_type but "default"), partial, per-layer or no rotary embedding.
-    """
-    parameters = dict(getattr(target, "rope_parameters", None) or getattr(target, "rope_scaling", None) or {})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    share = parameters.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", None))
-    share = getattr(target, "rotary_pct", None) if share is None else share  # its older name
-    if share is None and (rotated := getattr(target, "rotary_dim", None)) is not None:
-        share = rotated / head_size(target)  # given in dimensions
-    theta = parameters.get("rope_theta", getattr(target, "rope_theta", None))
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise UserError(
-            f"target: rotary embedding differs between layers ({parameters}); allowed: one rope_theta"
-        )
-    if kind != "default":
-        raise UserError(f"target: rotary embedding of type {kind!r} is scaled; allowed: the type 'default'")
-    if share not in (None, 1, 1.0):
-        raise UserError(f"target: partial_rotary_factor is {share}; allowed: 1, the whole head rotated")
-    if theta is None:
-        raise UserError("target: its configuration has no rope_theta; allowed: targets with rotary embedding")
-    return float(theta)
 
 
 class RMSNorm(nn.Module):
@@ -160,20 +46,48 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A bias-free linear map that runs in the dtype of its input."""
+    """A linear map that runs in the dtype of its input."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def rotary_tables(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+class Rotary(NamedTuple):
+    """Frequencies of the rotary embedding: one per pair of channels, and a factor on cos and sin."""
+
+    frequencies: Tensor  # float32 [H / 2]
+    factor: float
+
+
+def rotary(shape: DrafterShape, device: torch.device) -> Rotary:
+    """Return theta ** -(2 i / H) for i = 0..H / 2 - 1; for a scaled embedding what transformers computes."""
+    if not shape.rope_scaling:
+        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+        return Rotary(shape.rope_theta**-exponent, 1.0)
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = Qwen3Config(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters=shape.rope_parameters(),
+    )
+    embedding: Any = Qwen3RotaryEmbedding(config)
+    return Rotary(embedding.inv_freq.float().to(device), float(embedding.attention_scaling))
+
+
+def rotary_tables(position: Tensor, rotation: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, [..., 1, H / 2], of positions [...]; angles in float32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position.device) / head_dim
-    angle = position.to(torch.float32)[..., None, None] * theta**-exponent
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = position.to(torch.float32)[..., None, None] * rotation.frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if rotation.factor != 1.0:
+        cos, sin = cos * rotation.factor, sin * rotation.factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -185,14 +99,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Queries from the block; keys and values from the context and the block, by the same projections."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, layer: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.sliding_window = shape.sliding_window
-        self.q_proj = Linear(shape.hidden_size, shape.num_heads * shape.head_dim)
-        self.k_proj = Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim)
-        self.v_proj = Linear(shape.hidden_size, shape.num_kv_heads * shape.head_dim)
-        self.o_proj = Linear(shape.num_heads * shape.head_dim, shape.hidden_size)
+        self.sliding_window = shape.window_of(layer)
+        query_width, key_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, query_width, bias=shape.attention_bias)
+        self.k_proj = Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.v_proj = Linear(shape.hidden_size, key_width, bias=shape.attention_bias)
+        self.o_proj = Linear(query_width, shape.hidden_size, bias=shape.attention_bias)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
@@ -242,9 +157,9 @@ class MLP(nn.Module):
 class DrafterLayer(nn.Module):
     """Pre-norm attention and MLP with residuals. The context passes no norm and is not updated."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, layer)
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -282,14 +197,17 @@ class DFlashDrafter(nn.Module):
     def __init__(self, shape: DrafterShape, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
+        self._rotary: dict[torch.device, Rotary] = {}
         self.fc = Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(DrafterLayer(shape, i) for i in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         generator = generator or torch.Generator().manual_seed(0)
         for module in self.modules():
             if isinstance(module, Linear):
                 nn.init.normal_(module.weight, std=0.02, generator=generator)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def project_context(self, features: Tensor) -> Tensor:
         """Project the target's captured states [T, L * D] to the context [T, D] that all layers share."""
@@ -338,4 +256,6 @@ class DFlashDrafter(nn.Module):
         return sum(math.prod(p.shape) for p in self.parameters())
 
     def _tables(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotary_tables(position, self.shape.head_dim, self.shape.rope_theta, dtype)
+        if position.device not in self._rotary:
+            self._rotary[position.device] = rotary(self.shape, position.device)
+        return rotary_tables(position, self._rotary[position.device], dtype)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
-from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, plain_rope_theta
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.drafter.shape import FULL, SLIDING, DrafterShape, read_rope
 from dflash_core.errors import UserError
 from dflash_core.files import publish_directory
 from dflash_core.target.compute_dtype import dtype_name
@@ -43,7 +43,7 @@ SIZES = {
 
 def drafter_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of `config.json`."""
-    sliding = shape.sliding_window is not None
+    kinds = shape.layer_types()
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -54,15 +54,18 @@ def drafter_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
             "block_size": shape.block_size,
         },
         **{key: getattr(shape, name) for key, name in SIZES.items()},
-        "layer_types": ["sliding_attention" if sliding else "full_attention"] * shape.num_layers,
+        "layer_types": kinds,
         "is_causal": False,
-        "use_sliding_window": sliding,
+        "use_sliding_window": SLIDING in kinds,
         "sliding_window": shape.sliding_window,
-        "max_window_layers": 0 if sliding else shape.num_layers,
+        "max_window_layers": 0 if SLIDING in kinds else shape.num_layers,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": shape.rope_parameters(),
+        # Halves of a head are rotated against each other, whatever the target does. SGLang reads both names.
+        "is_neox_style": True,
+        "rope_is_neox_style": True,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": shape.attention_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "dtype": dtype_name(dtype),
@@ -189,18 +192,36 @@ def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
         )
     if config.get("is_causal"):
         raise UserError(f"{path}: is_causal is true; allowed: false, slots of a block see each other")
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    kinds = set(config.get("layer_types") or [])
-    if kinds and kinds != {"sliding_attention" if window is not None else "full_attention"}:
-        raise UserError(
-            f"{path}: layer_types {sorted(kinds)} with use_sliding_window {window is not None}; allowed: all "
-            "layers full_attention, or all sliding_attention with a sliding_window"
-        )
+    window, sliding_layers = _windows(config, path)
+    theta, scaling = read_rope(config, path)
     return DrafterShape(
         **{name: need(config, key, key) for key, name in SIZES.items()},
         block_size=block_sizes.pop(),
         mask_token_id=mask_token_id,
         target_layer_ids=tuple(layer_ids),
-        rope_theta=plain_rope_theta(SimpleNamespace(**config)),
+        rope_theta=theta,
+        rope_scaling=scaling,
         sliding_window=window,
+        sliding_layers=sliding_layers,
+        attention_bias=bool(config.get("attention_bias")),
     )
+
+
+def _windows(config: dict[str, Any], path: Path) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return the sliding window, and the layers that have it: None for all.
+
+    Raises:
+        UserError: `layer_types` and the window contradict each other, or an unknown kind of layer.
+    """
+    kinds = config.get("layer_types") or []
+    uses_window = config.get("use_sliding_window") or SLIDING in kinds
+    window = config.get("sliding_window") if uses_window else None
+    if not set(kinds) <= {FULL, SLIDING}:
+        raise UserError(f"{path}: layer_types is {sorted(set(kinds))}; allowed: {FULL} and {SLIDING}")
+    sliding = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
+    if kinds and bool(sliding) != (window is not None):
+        raise UserError(
+            f"{path}: layer_types {sorted(set(kinds))} with a sliding window of {window}; allowed: "
+            f"{SLIDING} in at least one layer together with a sliding_window, or neither"
+        )
+    return window, None if len(sliding) == len(kinds) else sliding or None

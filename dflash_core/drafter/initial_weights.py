@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.compute_dtype import dtype_name
+from dflash_core.target.load import auto_class, decoder_of
 
 # Dtypes that hold plain weights; a quantised checkpoint stores others.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,10 +36,8 @@ PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 def empty_model(target_config: Any, *, trust_remote_code: bool) -> Any:
     """Build the target's modules without weights, for their names and shapes."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(target_config, trust_remote_code=trust_remote_code)
+        return auto_class(target_config).from_config(target_config, trust_remote_code=trust_remote_code)
 
 
 def stored_tensors(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -120,7 +119,7 @@ def counterparts(drafter: DFlashDrafter, model: Any) -> list[tuple[Tensor, Tenso
     Raises:
         UserError: the target's layers have no separate q_proj.
     """
-    decoder, behind = model.get_decoder(), drafter.shape.target_layer_ids[-1] + 1
+    decoder, behind = decoder_of(model), drafter.shape.target_layer_ids[-1] + 1
     first = max(0, min(behind, len(decoder.layers) - len(drafter.layers)))
     modules = [*zip(drafter.layers, decoder.layers[first:])]
     modules.append((drafter.norm, getattr(decoder, "norm", None)))

@@ -160,8 +160,8 @@ def _scan_vocabulary(hidden: Tensor, head_VD: Tensor, mean_head: Tensor | None) 
     return total.log_().add_(largest), best
 
 
-def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
-    """Return the id of each row's largest logit, int64 [P], lowest id among equals.
+def linear_argmax(hidden_PD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """Return the id of each row's largest logit, with a bias where given, int64 [P], lowest id among equals.
 
     For the target's hidden states that is the target's own next token.
 
@@ -175,7 +175,10 @@ def linear_argmax(hidden_PD: Tensor, head_VD: Tensor) -> Tensor:
         largest = hidden_DR.new_full((hidden_DR.shape[1],), -torch.inf)
         best = best_P[begin : begin + TILE_POSITIONS]
         for first in range(0, len(head_VD), tile):
-            tile_largest, tile_best = (head_VD[first : first + tile] @ hidden_DR).max(dim=0)
+            logits_VR = head_VD[first : first + tile] @ hidden_DR
+            if bias_V is not None:
+                logits_VR += bias_V[first : first + tile, None]
+            tile_largest, tile_best = logits_VR.max(dim=0)
             best.copy_(torch.where(tile_largest > largest, tile_best + first, best))
             largest = torch.maximum(largest, tile_largest)
     return best_P

@@ -27,7 +27,6 @@ from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.serving import agreement
 from dflash_core.serving.agreement import StepCounts
 from dflash_core.serving.check import Answer, check_trace, engine_counts
-from dflash_core.target.decode_cache import DecodeCache
 from dflash_core.target.target import Target
 
 
@@ -124,7 +123,7 @@ def _replay_batch(
     texts = [[*prompt, *continuation] for prompt, continuation in zip(prompts, continuations)]
     bounds = torch.tensor([0, *map(len, texts)]).cumsum(0)
     num_slots = max(map(len, texts)) + block_size
-    cache = DecodeCache(len(texts), num_slots)
+    cache = target.new_cache(len(texts), num_slots)
     context = DrafterContext(drafter, len(texts), num_slots, like=target.embed_weight)
     packed = torch.tensor([token for text in texts for token in text], device=device)
     _, features, rows_T, positions_T = target.prefill(packed, bounds, cache)

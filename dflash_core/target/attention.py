@@ -2,16 +2,19 @@
 
 `transformers` calls `attention` through `AttentionInterface`; the mask function registered under the same
 name returns None, so no model ever builds a mask tensor. What a query may see is decided here, in three
-cases:
+cases, by the `Pass` that the caller has begun (a context variable, since many models drop keywords on the
+way):
 
-* `cu_seq_lens_q` given: samples lie one after another in one row; each attends to itself alone, causally. On
+* `cu_seqlens` given: samples lie one after another in one row; each attends to itself alone, causally. On
   CUDA this is one `varlen_attn` call, elsewhere one SDPA call per sample, so the price is the sum of S^2, not
   T^2.
-* `decode_cache` given: a few new tokens per row, at explicit positions, over that row's cached keys
-  (`DecodeCache`); with `cu_seq_lens_q` too, whole prompts, packed, whose keys are kept for later.
+* `cache` given: a few new tokens per row, at explicit positions, over that row's cached keys (`DecodeCache`);
+  with `cu_seqlens` too, whole prompts, packed, whose keys are kept for later.
 * neither: rows are whole samples, padded on the right; causality alone keeps real tokens from seeing padding.
 
-Guarantee: in all three a token sees what it would see in a plain causal forward of its sample alone.
+Guarantee: in all three a token sees what it would see in a plain causal forward of its sample alone. What is
+not computed here (a soft cap, sinks, a mask of the model's own, a second attention in the same layer) is
+rejected at the first call, never ignored.
 
 Shape letters: B rows, N query heads, G key/value heads, H head dim, S sequence, T packed tokens, K new tokens
 per row.
@@ -21,6 +24,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +38,51 @@ from dflash_core.target.decode_cache import DecodeCache
 
 # A name with "flash" in it would be taken for a flash attention package.
 ATTENTION_NAME = "packed_capture"
+# Keywords that change nothing in a forward of a frozen causal model.
+HARMLESS = {
+    "cache_position",
+    "dropout",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+
+@dataclass
+class Pass:
+    """One forward pass of the target: how `attention` computes, and the layers that have called it."""
+
+    # int32 [n + 1], on the device: the rows are packed
+    cu_seqlens: torch.Tensor | None = None
+    # tokens of the longest packed sample
+    longest: int = 0
+    cache: DecodeCache | None = None
+    called: set[int] = field(default_factory=set)
+
+
+_current: ContextVar[Pass | None] = ContextVar("target_pass", default=None)
+
+
+@contextmanager
+def begin(forward: Pass) -> Iterator[None]:
+    """Let every attention inside the block compute as this pass asks.
+
+    Raises:
+        UserError: no layer has called `attention`, so nothing kept tokens from seeing each other.
+    """
+    token = _current.set(forward)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+    if not forward.called:
+        raise UserError(
+            "target.name: its layers do not call transformers' attention interface; allowed: targets whose "
+            "attention can be exchanged"
+        )
 
 
 @functools.cache
@@ -48,36 +100,34 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    decode_cache: DecodeCache | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute query [B, N, S, H], key, value [B, G, S, H] -> [B, S, N, H], as `AttentionInterface` calls it.
 
     Raises:
-        UserError: the target's attention has a term that is not computed here (soft cap, sinks).
+        UserError: the target's attention has a term that is not computed here (a soft cap, sinks, a mask), or
+            a layer calls twice.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UserError(
-                f"target.name: attention with {name!r} is not supported; allowed: plain causal attention"
-            )
-    if decode_cache is not None:
-        decode_cache.store(module.layer_idx, key, value)  # type: ignore[arg-type]
-        if cu_seq_lens_q is None:
-            return _decode(query, decode_cache, module.layer_idx, scaling, sliding_window), None  # type: ignore[arg-type]
-    if cu_seq_lens_q is None:
-        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
+    forward = _current.get() or Pass()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    _check_call(forward, layer, attention_mask, is_causal, kwargs)
+    bounds, cache = forward.cu_seqlens, forward.cache
+    if cache is not None:
+        cache.store(layer, key, value)
+        if bounds is None:
+            return _decode(query, cache, layer, scaling, sliding_window).contiguous(), None
+    if bounds is None:
+        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
     if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
         q_TNH, k_TGH, v_TGH = (x[0].transpose(0, 1) for x in (query, key, value))
-        bounds, longest = cu_seq_lens_q, max_length_q
+        longest = forward.longest
         out_TNH = _varlen_attn()(q_TNH, k_TGH, v_TGH, bounds, bounds, longest, longest, **options)
         return out_TNH[None], None
-    ends = cu_seq_lens_q.tolist()
+    ends = bounds.tolist()
     out_1TNH = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for start, end in zip(ends, ends[1:]):
         out_1NSH = _causal(
@@ -85,6 +135,24 @@ def attention(
         )
         out_1TNH[:, start:end] = out_1NSH.transpose(1, 2)
     return out_1TNH, None
+
+
+def _check_call(
+    forward: Pass, layer: int, mask: torch.Tensor | None, is_causal: bool | None, keywords: dict[str, Any]
+) -> None:
+    """Reject a call that asks for more than plain causal attention, once per layer."""
+    unknown = [name for name, value in keywords.items() if value is not None and name not in HARMLESS]
+    term = f"{unknown[0]!r}" if unknown else "a mask of its own" if mask is not None else "no causal order"
+    if unknown or mask is not None or is_causal is False:
+        raise UserError(
+            f"target.name: attention with {term} is not supported; allowed: plain causal attention"
+        )
+    if layer in forward.called:
+        raise UserError(
+            f"target.name: layer {layer} calls attention twice in one pass, which is not supported; allowed: "
+            "one attention per layer"
+        )
+    forward.called.add(layer)
 
 
 def _decode(

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from dflash_core.config import ObjectiveConfig
+from dflash_core.errors import UserError
 from dflash_core.microbatch import Features, Microbatch
 from dflash_core.target.labels import target_labels
 from dflash_core.target.target import Target
@@ -31,6 +32,13 @@ class TargetCapture:
     def __init__(self, target: Target, objective: ObjectiveConfig) -> None:
         self.target = target
         self.want_labels, self.want_last = objective.labels == "target", objective.loss == "kl"
+        head = target.head
+        if self.want_last and (head.bias_V is not None or head.cap is not None):
+            term = "a bias" if head.cap is None else f"a soft cap of {head.cap:g}"
+            raise UserError(
+                f"objective.loss: 'kl' is not allowed for a target whose lm_head has {term}; allowed: "
+                "cross_entropy"
+            )
 
     def __call__(self, microbatch: Microbatch) -> Features:
         return self.run(microbatch.token_ids, microbatch.loss_mask, microbatch.cu_seqlens, microbatch.width)
@@ -49,8 +57,13 @@ class TargetCapture:
             assert features.last_hidden is not None
             device = features.last_hidden.device
             mask, bounds = torch.from_numpy(loss_mask).to(device), torch.from_numpy(cu_seqlens).to(device)
-            labels = target_labels(features.last_hidden, self.target.head_weight, mask, bounds)
+            head = self.target.head
+            labels = target_labels(features.last_hidden, head.weight_VD, mask, bounds, bias_V=head.bias_V)
             features = replace(features, labels=labels)
         if not self.want_last:
             features = replace(features, last_hidden=None)
+        elif self.target.head.scale != 1.0:
+            # The loss applies lm_head's weight alone.
+            assert features.last_hidden is not None
+            features = replace(features, last_hidden=features.last_hidden * self.target.head.scale)
         return features.ready_for_backward()

@@ -79,6 +79,42 @@ class DecodeCache:
                 move_rows(buffer.unflatten(0, (-1, self.num_slots)), rows)
 
 
+@dataclass
+class TokenCache:
+    """Tokens of rows decoded by whole forwards: for targets whose state is more than keys and values.
+
+    Price: every step reads every row again, so an answer costs the square of its length.
+    """
+
+    num_rows: int  # at most
+    num_slots: int
+
+    def begin_packed(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> None:
+        """Set the row and the position of each token of the next `store`."""
+        self.written = rows_T * self.num_slots + positions_T
+
+    def begin(self, positions_BK: torch.Tensor) -> None:
+        """Set the positions of the tokens of the next `store`, in rows 0..B-1."""
+        self.num_live, self.end = len(positions_BK), int(positions_BK.max()) + 1
+        assert self.end <= self.num_slots, f"position {self.end - 1} in a cache of {self.num_slots} slots"
+        rows_B1 = torch.arange(self.num_live, device=positions_BK.device)[:, None]
+        self.written = (rows_B1 * self.num_slots + positions_BK).flatten()
+
+    def store(self, token_ids: torch.Tensor) -> None:
+        """Store the tokens at the places that were set."""
+        if not hasattr(self, "tokens"):
+            self.tokens = token_ids.new_zeros(self.num_rows * self.num_slots)
+        self.tokens[self.written] = token_ids
+
+    def rows(self) -> torch.Tensor:
+        """Return the tokens [B, S] of the rows in use, up to the last position in use."""
+        return self.tokens.view(self.num_rows, self.num_slots)[: self.num_live, : self.end]
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        """Move row rows[i] to row i, as `DecodeCache.keep_rows` does."""
+        move_rows(self.tokens.view(self.num_rows, self.num_slots), rows)
+
+
 def move_rows(buffer: torch.Tensor, rows: torch.Tensor) -> None:
     """Set buffer[i] = buffer[rows[i]], in place, where i and rows[i] differ."""
     places = torch.arange(len(rows), device=rows.device)

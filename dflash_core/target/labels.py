@@ -15,10 +15,18 @@ from torch import Tensor
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
 
 
-def target_labels(last_hidden_TD: Tensor, head_VD: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+def target_labels(
+    last_hidden_TD: Tensor,
+    head_VD: Tensor,
+    loss_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+) -> Tensor:
     """Return the target's own token for each row that can be a label, int64 [T]; -1 elsewhere.
 
-    Row p gets argmax(head @ last_hidden[p - 1]): what the target puts after the data's tokens up to p - 1.
+    Row p gets argmax(head @ last_hidden[p - 1] + bias): what the target puts after the data's tokens up to
+    p - 1. A scale or a soft cap of its logits does not change that.
     Rows that can be labels are supervised and follow a supervised row of the same sample (an anchor is
     supervised itself).
     """
@@ -28,5 +36,5 @@ def target_labels(last_hidden_TD: Tensor, head_VD: Tensor, loss_mask_T: Tensor, 
     can_T[cu_seqlens[:-1].long().clamp(max=max(0, len(mask_T) - 1))] = False
     row_P = can_T.nonzero()[:, 0]
     labels_T = torch.full(can_T.shape, -1, dtype=torch.int64, device=can_T.device)
-    labels_T[row_P] = linear_argmax(last_hidden_TD[row_P - 1].to(head_VD.dtype), head_VD)
+    labels_T[row_P] = linear_argmax(last_hidden_TD[row_P - 1].to(head_VD.dtype), head_VD, bias_V)
     return labels_T

@@ -13,7 +13,7 @@ Shape letters: T packed tokens, D target width, L captured layers, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ import torch
 from dflash_core.config import DataConfig
 from dflash_core.errors import UserError
 from dflash_core.microbatch import Features
+from dflash_core.target.attention import Pass, begin
 from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
-from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.decode_cache import DecodeCache, TokenCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
-from dflash_core.target.load import load_model
-
-# For so few rows, head @ rows.T is up to 4 times faster than rows @ head.T on a CPU.
-MAX_TRANSPOSED_ROWS = 256
+from dflash_core.target.head import embedding_table, read_head
+from dflash_core.target.load import decoder_of, load_model
+from dflash_core.target.mode import TargetMode, checked_mode, expected_mode
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -41,25 +41,31 @@ class Target:
     """A frozen causal language model. Make one with `Target.load`."""
 
     def __init__(
-        self, model: Any, layer_ids: Sequence[int], *, compute_dtype: torch.dtype, feature_dtype: torch.dtype
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        *,
+        compute_dtype: torch.dtype,
+        feature_dtype: torch.dtype,
+        mode: TargetMode | None = None,
     ) -> None:
         self.model = model
+        self.mode = mode or expected_mode(model.config)
         self.config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         self.layers = self.decoder.layers
         self.layer_ids = check_layer_ids(layer_ids, len(self.layers))
         self.compute_dtype, self.feature_dtype = compute_dtype, feature_dtype
-        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight.detach()  # [V, D]
+        # [V, D], as a drafter embeds its block
+        self.embed_weight = embedding_table(model.get_input_embeddings())
         self.width_D = self.embed_weight.shape[1]
         self.device = self.embed_weight.device
-        head: torch.Tensor = model.get_output_embeddings().weight.detach()
-        # [V, D]; with a device map it may lie on another device than the embedding.
-        self.head_weight = head.to(self.device)
+        # With a device map the model's own lies on another device than the embedding.
+        self.head = read_head(model, self.device)
+        self.head_weight = self.head.weight_VD
         # Tokens that end an answer; `end_answers` adds those that the configs do not name.
         self.eos_ids = _eos_ids(model)
         self.added_eos_ids: tuple[int, ...] = ()
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        self.can_pack = kinds <= {"full_attention", "sliding_attention"}
 
     @classmethod
     def load(
@@ -73,6 +79,7 @@ class Target:
         trust_remote_code: bool = False,
         device_map: str | None = None,
         devices: Sequence[int] = (),
+        mode: TargetMode | None = None,
     ) -> Target:
         """Load from a local directory (see `materialise`), frozen and in evaluation mode.
 
@@ -85,11 +92,13 @@ class Target:
             trust_remote_code: whether code in the directory may run.
             device_map: passed to transformers, for targets larger than one device.
             devices: the CUDA devices that `device_map` may use, the first for its embedding; () for all.
+            mode: None: what a check of the directory has found, else what the kinds of its layers suggest.
 
         Raises:
             UserError: not a causal language model that transformers can load, or unsuitable layer ids.
         """
         dtype = resolve_dtype(compute_dtype, str(device))
+        mode = mode or checked_mode(directory)
         model = load_model(
             directory,
             dtype=dtype,
@@ -97,9 +106,10 @@ class Target:
             trust_remote_code=trust_remote_code,
             device_map=device_map,
             devices=devices,
+            eager=mode is not None and mode.eager,
         )
         features = dtype if feature_dtype == "auto" else resolve_dtype(feature_dtype, str(device))
-        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features)
+        return cls(model, layer_ids, compute_dtype=dtype, feature_dtype=features, mode=mode)
 
     def end_answers(self, tokenizer: Any, data: DataConfig) -> None:
         """Let answers end at every token of `end_ids`, and print those that the configs do not name.
@@ -147,13 +157,13 @@ class Target:
         if width == 0:
             self._check_packing(len(lengths))
             rows_T, ids, positions = None, tokens_T[None], positions_T[None].to(self.device)
-            kwargs = self._packed(bounds, lengths)
+            forward = self._packed(bounds, lengths)
         else:
             assert int(lengths.max()) <= width, f"a sample of {int(lengths.max())} tokens in rows of {width}"
             rows_T = torch.arange(len(lengths)).repeat_interleave(lengths) * width + positions_T
             rows_T = rows_T.to(self.device)
             ids = tokens_T.new_zeros(len(lengths) * width).index_copy_(0, rows_T, tokens_T).view(-1, width)
-            positions, kwargs = torch.arange(width, device=self.device)[None], {}
+            positions, forward = torch.arange(width, device=self.device)[None], Pass()
         features = self._empty_features(len(tokens_T))
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
@@ -163,17 +173,26 @@ class Target:
             )
 
         last = None
-        with self._hooks(keep, stop_early=not want_last_hidden), suppress(_EnoughLayers):
-            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
+        hooks = self._hooks(keep, stop_early=not want_last_hidden)
+        with self._begin(forward), hooks, suppress(_EnoughLayers):
+            out = self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
             last = out.last_hidden_state
         if last is not None:
             last = last.flatten(0, 1).to(self.device)
             last = last if rows_T is None else last[rows_T]
         return Features(features, last_hidden=last)
 
+    def new_cache(self, num_rows: int, num_slots: int) -> DecodeCache | TokenCache:
+        """Return what `prefill` and `decode` keep of the rows: keys and values, or only their tokens."""
+        return (DecodeCache if self.mode.can_cache else TokenCache)(num_rows, num_slots)
+
     @torch.inference_mode()
     def prefill(
-        self, token_ids_T: torch.Tensor, cu_seqlens: torch.Tensor, cache: DecodeCache, first_row: int = 0
+        self,
+        token_ids_T: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cache: DecodeCache | TokenCache,
+        first_row: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read prompts, packed, into a cache: prompt i into row first_row + i, whatever was there.
 
@@ -192,19 +211,20 @@ class Target:
 
         rows_T = rows_T + first_row
         cache.begin_packed(rows_T, positions_T)
-        with self._hooks(keep, stop_early=False):
+        if isinstance(cache, TokenCache):
+            cache.store(token_ids_T)
+            whole = self.capture(token_ids_T, bounds, int(lengths.max()), want_last_hidden=True)
+            assert whole.last_hidden is not None
+            return whole.last_hidden, whole.hidden, rows_T, positions_T
+        with begin(self._packed(bounds, lengths, cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
-                input_ids=token_ids_T[None],
-                position_ids=positions_T[None],
-                use_cache=False,
-                decode_cache=cache,
-                **self._packed(bounds, lengths),
+                input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False
             ).last_hidden_state
         return out[0].to(self.device), features, rows_T, positions_T
 
     @torch.inference_mode()
     def decode(
-        self, token_ids_BK: torch.Tensor, cache: DecodeCache, positions_BK: torch.Tensor
+        self, token_ids_BK: torch.Tensor, cache: DecodeCache | TokenCache, positions_BK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a few more tokens of each row over its cache.
 
@@ -213,34 +233,48 @@ class Target:
         Returns:
             States after the final norm [B, K, D] and features [B, K, L * D].
         """
+        cache.begin(positions_BK)
+        if isinstance(cache, TokenCache):
+            return self._decode_whole(token_ids_BK, cache, positions_BK)
         features = self._empty_features(*token_ids_BK.shape)
 
         def keep(slot: int, hidden: torch.Tensor) -> None:
             features[..., self._columns(slot)] = hidden.to(self.device)
 
-        cache.begin(positions_BK)
-        with self._hooks(keep, stop_early=False):
+        with begin(Pass(cache=cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
-                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False, decode_cache=cache
+                input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False
             ).last_hidden_state
         return out.to(self.device), features
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply lm_head to states after the final norm, [..., D] -> [..., V]."""
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if hidden.device.type == "cpu" and len(rows) <= MAX_TRANSPOSED_ROWS:
-            return (self.head_weight @ rows.T).T.reshape(*hidden.shape[:-1], -1)
-        return torch.nn.functional.linear(hidden, self.head_weight)
+    def _decode_whole(
+        self, token_ids_BK: torch.Tensor, cache: TokenCache, positions_BK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the rows again from their first token, padded on the right."""
+        cache.store(token_ids_BK.flatten())
+        rows_BS, lengths_B = cache.rows(), positions_BK[:, -1].cpu() + 1
+        real = torch.arange(rows_BS.shape[1]) < lengths_B[:, None]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_B.cumsum(0)]).to(torch.int32)
+        whole = self.capture(rows_BS[real.to(self.device)], bounds, rows_BS.shape[1], want_last_hidden=True)
+        assert whole.last_hidden is not None
+        at_BK = bounds[:-1, None].to(self.device) + positions_BK
+        return whole.last_hidden[at_BK], whole.hidden[at_BK]
 
-    def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
-        """Return the keywords that make `attention` run packed; bounds and lengths are on the host."""
-        on_device, longest = bounds.to(self.device), int(lengths.max())
-        return {
-            "cu_seq_lens_q": on_device,
-            "cu_seq_lens_k": on_device,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+    def _begin(self, forward: Pass) -> AbstractContextManager[None]:
+        """Let our attention compute as a pass asks; the model's own needs no asking."""
+        return nullcontext() if self.mode.eager else begin(forward)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the target's own logits of its states after the final norm, [..., D] -> [..., V]."""
+        return self.head.logits(hidden)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a drafter's final states, [..., D] -> [..., V]: lm_head's bare weight."""
+        return self.head.raw(hidden)
+
+    def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor, cache: DecodeCache | None = None) -> Pass:
+        """Return the pass that makes `attention` run packed; bounds and lengths are on the host."""
+        return Pass(bounds.to(self.device), int(lengths.max()), cache)
 
     def _empty_features(self, *shape: int) -> torch.Tensor:
         width = len(self.layer_ids) * self.width_D
@@ -251,10 +285,10 @@ class Target:
         return slice(slot * self.width_D, (slot + 1) * self.width_D)
 
     def _check_packing(self, num_samples: int) -> None:
-        if not self.can_pack and num_samples > 1:
+        if num_samples > 1 and not self.mode.can_pack:
             raise UserError(
-                f"batching.strategy: this target ({self.config.model_type}) mixes tokens along a row outside "
-                "of attention and cannot run packed; allowed: sorted, sorted_fresh, random, bucketed"
+                f"batching.strategy: this target ({self.config.model_type}) cannot run packed; allowed: "
+                "sorted, sorted_fresh, random, bucketed"
             )
 
     @contextmanager
@@ -265,7 +299,13 @@ class Target:
             last = stop_early and slot == len(self.layer_ids) - 1
 
             def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-                keep(slot, output[0] if isinstance(output, tuple) else output)
+                hidden = output[0] if isinstance(output, tuple) else output
+                if hidden.dim() != 3:
+                    raise UserError(
+                        f"target.name: a layer of {self.config.model_type} gives states of shape "
+                        f"{list(hidden.shape)}; allowed: layers that give one hidden state per token"
+                    )
+                keep(slot, hidden)
                 if last:
                     raise _EnoughLayers
 

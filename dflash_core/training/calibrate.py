@@ -114,7 +114,7 @@ class Meter:
         target_config = load_target_config(run)
         ids = layer_ids(run, target_config)
         target = load_target(run, world, ids, dtypes)
-        self.can_pack = target.can_pack
+        self.can_pack = target.mode.can_pack
         self._capture = TargetCapture(target, self.config.objective)
         self._drafter = build_drafter(run, target_config, ids, self.device)
         self.block_size = self._drafter.shape.block_size

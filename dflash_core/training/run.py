@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ from dflash_core.config import RunConfig, decisive, from_dict
 from dflash_core.data.store import TokenStore, open_store
 from dflash_core.dataflow.schedule import Schedule
 from dflash_core.drafter.directory import drafter_directory
-from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.drafter.export import load_drafter
 from dflash_core.drafter.initial_weights import empty_model, start_from_target, stored_tensors
-from dflash_core.errors import UserError, one_line
+from dflash_core.drafter.shape import DrafterShape, drafter_shape
+from dflash_core.errors import UserError
 from dflash_core.launch.process_groups import World
 from dflash_core.microbatch import FeatureSpec
 from dflash_core.objective.loss import TargetEnds
 from dflash_core.target.captured_layers import captured_layers
 from dflash_core.target.compute_dtype import resolve_dtype
+from dflash_core.target.head import embedding_table, embedding_with
+from dflash_core.target.load import load_config
 from dflash_core.target.materialise import fingerprint
+from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 from dflash_core.training.state import State, changed_fields
 
@@ -166,20 +170,8 @@ def layer_ids(run: RunSpec, target_config: Any) -> tuple[int, ...]:
 
 
 def load_target_config(run: RunSpec) -> Any:
-    """Load the transformers configuration of the target.
-
-    Raises:
-        UserError: transformers rejects it, or it needs code that may not run.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            str(run.target), local_files_only=True, trust_remote_code=run.config.target.trust_remote_code
-        )
-    except Exception as error:
-        # Each part of transformers raises its own kinds.
-        raise UserError(f"target.name: {run.target}/config.json does not load: {one_line(error)}") from error
+    """Load the transformers configuration of the target."""
+    return load_config(run.target, trust_remote_code=run.config.target.trust_remote_code)
 
 
 def load_target(run: RunSpec, world: World, ids: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Target:
@@ -220,7 +212,7 @@ def load_ends(
     # Tied weights may be stored under either name.
     either = next(iter(stored.values()))
     embed, head = (stored.get(n, either).to(device, dtype) for n in wanted)
-    return TargetEnds(embed, head)
+    return TargetEnds(embedding_table(embedding_with(model.get_input_embeddings(), embed)), head)
 
 
 def build_drafter(
@@ -234,19 +226,36 @@ def build_drafter(
     Raises:
         UserError: the drafter of `training.init_from` has another shape.
     """
-    generator = torch.Generator().manual_seed(run.config.training.seed)
-    drafter = DFlashDrafter(drafter_shape(target_config, run.config.drafter, ids), generator)
+    shape = drafter_shape(read_shape(target_config), run.config.drafter, ids)
     if run.config.training.init_from is not None:
-        source = drafter_directory(Path(run.config.training.init_from), field="training.init_from")
-        given = load_drafter(source)
-        if given.shape != drafter.shape:
-            lines = changed_fields(vars(given.shape), vars(drafter.shape))
-            raise UserError(f"training.init_from: {source} does not fit (there -> here): {'; '.join(lines)}")
-        drafter.load_state_dict(given.state_dict())
-    elif run.config.training.first_weights == "target":
+        return _given_drafter(run, shape).float().to(device)
+    drafter = DFlashDrafter(shape, torch.Generator().manual_seed(run.config.training.seed))
+    if run.config.training.first_weights == "target":
         model = empty_model(target_config, trust_remote_code=run.config.target.trust_remote_code)
         start_from_target(drafter, run.target, model)
     return drafter.float().to(device)
+
+
+def _given_drafter(run: RunSpec, shape: DrafterShape) -> DFlashDrafter:
+    """Load the drafter of `training.init_from`.
+
+    It keeps what only published drafters choose (a scaled rotary embedding, windows in some layers, biases)
+    and what the settings leave open; the rest has to be as the settings say.
+
+    Raises:
+        UserError: there is no drafter, or it has another shape.
+    """
+    source = drafter_directory(Path(run.config.training.init_from or ""), field="training.init_from")
+    drafter = load_drafter(source)
+    given, settings = drafter.shape, run.config.drafter
+    kept = {"rope_scaling", "sliding_layers", "attention_bias", "max_position_embeddings", "rms_norm_eps"}
+    names = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
+    kept |= {name for name in names if getattr(settings, name) is None}
+    wanted = replace(shape, **{name: getattr(given, name) for name in kept})
+    if given != wanted:
+        lines = changed_fields(vars(given), vars(wanted))
+        raise UserError(f"training.init_from: {source} does not fit (there -> here): {'; '.join(lines)}")
+    return drafter
 
 
 def feature_spec(

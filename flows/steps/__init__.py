@@ -9,11 +9,11 @@ from flows.steps.batches import (
     show_plans,
 )
 from flows.steps.common import check_options
-from flows.steps.data import check_drafter, ingest_all, open_store, prepare_target, profile, regenerate_all
+from flows.steps.data import check_target, ingest_all, open_store, prepare_target, profile, regenerate_all
 from flows.steps.evaluation import check_serving, drafter_and_prompts, evaluate
 
 __all__ = [
-    "check_drafter",
+    "check_target",
     "check_options",
     "check_serving",
     "cost_model",

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from prefect import get_run_logger
 
 from dflash_core.config import RunConfig, regenerated_data, to_dict
-from dflash_core.drafter.compatibility import check_compatible
+from dflash_core.drafter.compatibility import check_compatible, check_run
 from dflash_core.errors import UserError
+from dflash_core.target.mode import TargetMode
+from dflash_core.target.shape import TargetShape
 from flows.runtime.deployments import FlowOptions
 from flows.steps.common import sample_tables
 from tasks import ingest, length_profile, regenerate, report, target
@@ -18,6 +20,7 @@ from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting import report_tables
 from tasks.storage.file_digests import FileDigests
 from tasks.storage.pointers import (
+    CheckedTargetPointer,
     Dataset,
     ProfilePointer,
     RegeneratedPointer,
@@ -41,13 +44,24 @@ def prepare_target(config: RunConfig, options: FlowOptions) -> TargetPointer:
     return pointer
 
 
-def check_drafter(config: RunConfig, target_pointer: TargetPointer) -> None:
-    """Check the drafter's settings against the target, before hours of reading data.
+def check_target(
+    config: RunConfig, options: FlowOptions, target_pointer: TargetPointer
+) -> CheckedTargetPointer:
+    """Find out how the target computes right, and check the settings against it before anything else runs.
 
     Raises:
-        UserError: they do not fit.
+        UserError: no way is right, or the settings do not fit the target.
     """
     check_compatible(target_directory(config, target_pointer), config.drafter)
+    checked = target.checked_target(
+        root_of(config), config, target_pointer, refresh="check-target" in options.refresh
+    )
+    check = checked["check"]
+    mode, rows = TargetMode(**check["mode"]), report_tables.target_check_rows(check)
+    get_run_logger().info("target: %s", mode.describe())
+    artifacts.table("target-check", config.deployment, rows, "paths of the target, compared with it alone")
+    check_run(config, mode, TargetShape(**check["shape"]), max_tokens=check["max_tokens"])
+    return checked
 
 
 def regenerate_all(

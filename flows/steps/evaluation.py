@@ -10,7 +10,7 @@ from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE, drafter_directory
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
 from flows.steps.common import check_options
-from flows.steps.data import ingest_all, prepare_target
+from flows.steps.data import check_target, ingest_all, prepare_target
 from tasks import evaluate as evaluation
 from tasks import serve_check
 from tasks.storage import run_directory as runs
@@ -34,7 +34,7 @@ def drafter_and_prompts(
     directory = drafter_directory(path, field="drafter_path").resolve()
     # A run, as a rule, which `prune` leaves alone meanwhile.
     mark_used(directory.parent)
-    target_pointer = prepare_target(config, options)
+    target_pointer = check_target(config, options, prepare_target(config, options))
     dataset = None if config.evaluation.prompts else ingest_all(config, options, target_pointer)
     return directory, target_pointer, dataset
 

@@ -43,6 +43,19 @@ def source_rows(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"source": row["source"]} | _columns(row, PROFILE_FIGURES) for row in rows]
 
 
+def target_check_rows(check: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return one row per way in which a target was compared with the model alone."""
+    return [
+        {
+            "path": path,
+            "largest relative difference": None if difference is None else float(f"{difference:.2g}"),
+            "allowed": check["tolerance"],
+            "used": check["reasons"].get(path, "yes"),
+        }
+        for path, difference in check["differences"].items()
+    ]
+
+
 def bucket_rows(lengths: Sequence[int], counts: Sequence[int], edges: Sequence[int]) -> list[dict[str, Any]]:
     """Return one row per bucket: its samples are longer than the previous edge and up to its own.
 

@@ -40,6 +40,13 @@ class TargetPointer(Pointer):
     tokenizer_fingerprint: str
 
 
+class CheckedTargetPointer(TargetPointer):
+    """Stage `check-target`: check.json, and the link `model/` to the model."""
+
+    # `TargetCheck` as JSON types.
+    check: dict[str, Any]
+
+
 class RegeneratedPointer(Pointer):
     """Stage `regenerate`: one JSONL file, with counts of its rows and answers."""
 

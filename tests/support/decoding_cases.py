@@ -19,8 +19,10 @@ from dflash_core.decoding import speculate
 from dflash_core.decoding.drafter_context import DrafterContext
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode
-from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.drafter.shape import drafter_shape
 from dflash_core.serving import replay as replaying
+from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 
 BLOCK = 4
@@ -39,7 +41,9 @@ def target(tiny_target_dir: Path) -> Target:
 
 def make_drafter(target: Target, **config: Any) -> DFlashDrafter:
     settings = {"num_layers": 2, "block_size": BLOCK, "mask_token_id": MASK_TOKEN_ID} | config
-    return DFlashDrafter(drafter_shape(target.config, DrafterConfig(**settings), target.layer_ids))
+    return DFlashDrafter(
+        drafter_shape(read_shape(target.config), DrafterConfig(**settings), target.layer_ids)
+    )
 
 
 @pytest.fixture(scope="module")

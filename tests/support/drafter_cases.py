@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import ObjectiveConfig
-from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.drafter.shape import DrafterShape
 from dflash_core.microbatch import Features, Microbatch
 from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
 from dflash_core.target.labels import target_labels

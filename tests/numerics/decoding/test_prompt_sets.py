@@ -16,8 +16,10 @@ from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.decoding.prompt_sets import PromptSets, validation_prompts
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode
-from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.drafter.shape import drafter_shape
 from dflash_core.errors import UserError
+from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 
 SAMPLING = Sampling(max_new_tokens=6, batch_size=2)
@@ -51,7 +53,7 @@ def test_a_second_turn_follows_the_targets_own_first_answer(
     tmp_path: Path, tiny_target_dir: Path, target: Target
 ) -> None:
     shape = drafter_shape(
-        target.config,
+        read_shape(target.config),
         DrafterConfig(num_layers=1, block_size=4, mask_token_id=MASK_TOKEN_ID),
         target.layer_ids,
     )

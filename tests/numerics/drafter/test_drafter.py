@@ -8,11 +8,13 @@ import torch
 
 from benchmarks.dense_drafter import dense_hidden, dense_loss
 from dflash_core.config import DrafterConfig, ObjectiveConfig
-from dflash_core.drafter.drafter import DFlashDrafter, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter, rotary, rotary_tables, rotate
+from dflash_core.drafter.shape import drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import block_embeddings, project_microbatch
 from dflash_core.target.labels import target_labels
+from dflash_core.target.shape import read_shape
 from tests.support.drafter_cases import (
     SHAPE,
     assert_close,
@@ -34,6 +36,8 @@ OBJECTIVES = {
 SHAPES = {
     "two layers": SHAPE,
     "sliding window": replace(SHAPE, sliding_window=6),
+    "mixed windows": replace(SHAPE, sliding_window=6, sliding_layers=(1,)),
+    "biases": replace(SHAPE, attention_bias=True),
     "other heads": replace(SHAPE, num_heads=4, num_kv_heads=4, head_dim=6, num_layers=1, block_size=3),
 }
 
@@ -269,36 +273,67 @@ def target_config(**changes):
 
 
 def test_shape_follows_the_target_and_the_config():
-    shape = drafter_shape(target_config(), DrafterConfig(mask_token_id=3, num_layers=2, block_size=8), (1, 3))
+    shape = drafter_shape(
+        read_shape(target_config()), DrafterConfig(mask_token_id=3, num_layers=2, block_size=8), (1, 3)
+    )
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (4, 2, 8, 48)
     assert (shape.rope_theta, shape.rms_norm_eps) == (1e5, 1e-5)
     assert (shape.vocab_size, shape.num_target_layers) == (61, 6)
     own = DrafterConfig(mask_token_id=3, num_heads=8, num_kv_heads=1, head_dim=16, intermediate_size=10)
-    shape = drafter_shape(target_config(), own, (1,))
+    shape = drafter_shape(read_shape(target_config()), own, (1,))
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate_size) == (8, 1, 16, 10)
-    whole = target_config(rotary_dim=8, rotary_pct=1.0)
-    assert drafter_shape(whole, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 1e5
-    old = target_config(rope_parameters=None, rope_theta=500_000.0, rope_scaling=None)
-    assert drafter_shape(old, DrafterConfig(mask_token_id=3), (1,)).rope_theta == 500_000.0
 
 
-YARN = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}
-LINEAR = {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}
-PARTIAL = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}}
+@pytest.mark.parametrize(
+    ("changes", "theta"),
+    [
+        ({}, 1e5),
+        ({"rope_parameters": None, "rope_theta": 500_000.0, "rope_scaling": None}, 5e5),
+        # The target's own rotation may be scaled, partial or differ between layers: the drafter's is plain.
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, 1e4),
+        ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, 1e4),
+        ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25}}, 1e7),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_theta": 1e4},
+                    "full_attention": {"rope_theta": 1e6},
+                }
+            },
+            1e6,
+        ),
+        ({"rope_parameters": {}}, 1e6),
+    ],
+)
+def test_the_rotary_embedding_is_plain_with_the_base_of_full_attention(changes, theta):
+    shape = drafter_shape(read_shape(target_config(**changes)), DrafterConfig(mask_token_id=3), (1,))
+    assert shape.rope_theta == theta
+    assert shape.rope_parameters() == {"rope_type": "default", "rope_theta": theta}
+
+
+def test_a_setting_chooses_the_rotary_base():
+    shape = drafter_shape(read_shape(target_config()), DrafterConfig(mask_token_id=3, rope_theta=5e5), (1,))
+    assert shape.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({}, 48),
+        # no dense MLP, and the width of one expert
+        ({"intermediate_size": None}, 96),
+        ({"intermediate_size": 16, "num_local_experts": 4}, 96),
+        ({"intermediate_size": 80, "num_experts": 4}, 80),
+    ],
+)
+def test_the_mlp_is_as_wide_as_the_targets_dense_one(changes, width):
+    shape = drafter_shape(read_shape(target_config(**changes)), DrafterConfig(mask_token_id=3), (1,))
+    assert shape.intermediate_size == width
 
 
 @pytest.mark.parametrize(
     ("changes", "config", "ids", "message"),
     [
-        (YARN, {}, (1,), "'yarn' is scaled"),
-        (LINEAR, {}, (1,), "'linear'"),
-        (PARTIAL, {}, (1,), "partial_rotary_factor is 0.25"),
-        ({"partial_rotary_factor": 0.5}, {}, (1,), "partial_rotary_factor is 0.5"),
-        ({"rotary_pct": 0.25}, {}, (1,), "partial_rotary_factor is 0.25"),
-        # 4 of a head's 8 channels
-        ({"rotary_dim": 4}, {}, (1,), "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, (1,), "differs between layers"),
-        ({"rope_parameters": {}}, {}, (1,), "no rope_theta"),
         ({}, {"mask_token_id": None}, (1,), "drafter.mask_token_id: not set"),
         ({}, {"mask_token_id": 61}, (1,), "drafter.mask_token_id: 61 is not allowed.*0 to 60"),
         ({}, {"num_heads": 3}, (1,), "drafter.num_kv_heads: 2 .* divisors of num_heads"),
@@ -307,6 +342,43 @@ PARTIAL = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "parti
         ({}, {}, (), "drafter.target_layer_ids"),
     ],
 )
-def test_configurations_that_servers_read_differently_are_rejected(changes, config, ids, message):
+def test_impossible_shapes_are_rejected(changes, config, ids, message):
     with pytest.raises(UserError, match=message):
-        drafter_shape(target_config(**changes), DrafterConfig(**{"mask_token_id": 3, **config}), ids)
+        drafter_shape(
+            read_shape(target_config(**changes)), DrafterConfig(**{"mask_token_id": 3, **config}), ids
+        )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 2048,
+        },
+    ],
+)
+def test_rotation_equals_that_of_transformers(scaling):
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+    shape = replace(SHAPE, rope_scaling=scaling)
+    config = Qwen3Config(
+        hidden_size=32, num_attention_heads=6, head_dim=8, rope_parameters=shape.rope_parameters()
+    )
+    config.max_position_embeddings = shape.max_position_embeddings
+    position = torch.tensor([0, 1, 7, 300, 5000])
+    x_TNH = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(1))
+    cos, sin = Qwen3RotaryEmbedding(config)(x_TNH, position[None])
+    x_1NTH = x_TNH.transpose(0, 1)[None]
+    expected, _ = apply_rotary_pos_emb(x_1NTH, x_1NTH, cos, sin)
+    rotation = rotary(shape, torch.device("cpu"))
+    rotated = rotate(x_TNH, *rotary_tables(position, rotation, torch.float32))
+    torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    assert (rotation.factor == 1.0) == (scaling.get("rope_type") != "yarn")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape
+from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.drafter.export import load_drafter, save_drafter
+from dflash_core.drafter.shape import DrafterShape
 from dflash_core.errors import UserError
 
 SHAPE = DrafterShape(
@@ -170,8 +171,12 @@ def test_no_size_is_defaulted(exported: Path, key: str) -> None:
     ("change", "message"),
     [
         ({"is_causal": True}, "is_causal"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e5}}, "rope_type is 'longrope'"),
+        ({"rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {}, "rope_theta": None}, "rope_theta is missing"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "mamba"]}, "layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
         ({"num_hidden_layers": 3}, r"layers\.2\..* is missing"),
         ({"intermediate_size": 64}, r"mlp\..*\(.*48.*64"),
     ],
@@ -231,3 +236,44 @@ def test_pickled_weights_and_deep_configurations_are_rejected(exported: Path) ->
         (exported / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config\.json: (not JSON|holds)"):
             load_drafter(exported)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": YARN},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"sliding_window": 12, "sliding_layers": (0,)},
+        {"attention_bias": True},
+    ],
+)
+def test_what_only_published_drafters_have_survives(tmp_path: Path, changes: dict[str, Any]) -> None:
+    drafter = DFlashDrafter(replace(SHAPE, **changes))
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    save_drafter(drafter, tmp_path / "drafter")
+    again = load_drafter(tmp_path / "drafter")
+    assert again.shape == drafter.shape
+    assert torch.equal(outputs(again), outputs(drafter))
+    assert not torch.equal(outputs(again), outputs(DFlashDrafter(SHAPE)))
+
+
+def test_mixed_layers_are_written_as_transformers_reads_them(tmp_path: Path) -> None:
+    shape = replace(SHAPE, sliding_window=12, sliding_layers=(1,))
+    save_drafter(DFlashDrafter(shape), tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["layer_types"] == ["full_attention", "sliding_attention"]
+    assert (config["use_sliding_window"], config["sliding_window"]) == (True, 12)
+    assert [shape.window_of(i) for i in range(2)] == [None, 12]
+
+
+def test_the_older_layout_of_a_scaled_rotary_embedding_is_read(exported: Path) -> None:
+    older = {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {**YARN, "type": "yarn"}}
+    edit(exported, lambda config: config.update(older))
+    shape = load_drafter(exported).shape
+    assert shape.rope_theta == 1e6
+    assert shape.rope_scaling == YARN

@@ -16,10 +16,12 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from benchmarks.support.tiny_run import write_run
 from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.config import DrafterConfig
-from dflash_core.drafter.drafter import DFlashDrafter, DrafterShape, drafter_shape
+from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.drafter.export import save_drafter
 from dflash_core.drafter.initial_weights import counterparts, empty_model, offset_of
+from dflash_core.drafter.shape import DrafterShape, drafter_shape
 from dflash_core.errors import UserError
+from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 from dflash_core.training.run import RunSpec, build_drafter, load_target_config
 
@@ -155,7 +157,7 @@ def test_layers_that_norm_elsewhere_keep_their_norm_in_front_of_the_mlp(tmp_path
         num_key_value_heads=2,
     )
     model = empty_model(config, trust_remote_code=False)
-    shape = drafter_shape(config, DrafterConfig(num_layers=1, block_size=4, mask_token_id=3), IDS)
+    shape = drafter_shape(read_shape(config), DrafterConfig(num_layers=1, block_size=4, mask_token_id=3), IDS)
     drafter = DFlashDrafter(shape)
     ours = {id(p): name for name, p in drafter.named_parameters()}
     copied = {ours[id(p)] for p, _, _ in counterparts(drafter, model)}

@@ -20,6 +20,7 @@ from dflash_core.errors import UserError
 from dflash_core.kernels.linear_cross_entropy import linear_argmax
 from dflash_core.target.captured_layers import target_layer_ids
 from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.mode import FAST, PADDED
 from dflash_core.target.target import Target
 
 LENGTHS = [5, 1, 17, 3, 9]
@@ -219,8 +220,8 @@ def test_a_target_that_mixes_outside_of_attention_is_rejected_packed(tiny_target
     hybrid = Target(model, [0], compute_dtype=torch.float32, feature_dtype=torch.float32)
     with pytest.raises(UserError, match="batching.strategy.*cannot run packed"):
         hybrid.capture(np.arange(8), np.array([0, 3, 8]))
-    assert target.can_pack
-    assert not hybrid.can_pack
+    assert target.mode == FAST
+    assert hybrid.mode == PADDED
 
 
 def test_all_end_tokens_are_known(tiny_target_dir: Path, qwen3_dir: Path) -> None:

@@ -44,9 +44,7 @@ def test_answers_come_back(tmp_path: Path) -> None:
 )
 def test_a_foreign_schema_is_rejected(tmp_path: Path, statements: list[str]) -> None:
     execute(tmp_path / "answers.sqlite", *statements)
-    with pytest.raises(
-        UserError, match="cannot be used: it is no store of answers, it holds"
-    ):
+    with pytest.raises(UserError, match="cannot be used: it is no store of answers, it holds"):
         AnswerCache(tmp_path / "answers.sqlite")
 
 
