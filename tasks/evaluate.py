@@ -41,7 +41,7 @@ def prompt_set_digests(
 
 @stage(
     "evaluate",
-    version=8,
+    version=9,
     sources=(
         "dflash_core.decoding.evaluate",
         "dflash_core.decoding.prompt_sets",

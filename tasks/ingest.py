@@ -73,7 +73,7 @@ def ingest_rules(config: RunConfig, digests: FileDigests) -> dict[str, Any]:
 
 @stage(
     "ingest",
-    version=4,
+    version=5,
     sources=("dflash_core.data.ingest", "dflash_core.anchors"),
     key_only=("source_name", "tokenizer_fingerprint"),
     locations=("path", "data", "target_directory", "trust_remote_code"),

@@ -126,3 +126,18 @@ def test_what_a_live_run_may_use_stays(root: Path) -> None:
     assert (root / "store/plan/unused/file").exists()
     assert (root / "d/run0/run.json").exists()
     assert names(root, now=1e12) == ["store/plan/unused"]
+
+
+def test_a_checked_target_keeps_the_model_that_it_links_to(root: Path) -> None:
+    checked = root / "store" / "check-target" / "c"
+    checked.mkdir(parents=True)
+    (root / "store" / "target" / "t" / "model").mkdir()
+    (checked / "model").symlink_to(Path("..", "..", "target", "t", "model"))
+    for number in range(3):
+        path = root / "d" / f"run{number}" / "run.json"
+        contents = json.loads(path.read_text())
+        contents["paths"]["target"] = "../../store/check-target/c/model"
+        path.write_text(json.dumps(contents))
+    for directory in (checked, root / "store" / "target" / "t"):
+        os.utime(directory, (1, 1))
+    assert names(root) == ["store/plan/.left-1-x", "store/plan/unused"]
