@@ -170,8 +170,8 @@ def test_a_second_run_skips_everything_and_reports_it(trained: WorkingDirectory)
     done = trained.run()
     assert done.returncode == 0
     assert "is finished and up to date, skipped" in done.stderr
-    # target, file, profile, edges, ten plans, evaluate
-    assert done.stderr.count("Finished in state Cached") == 15
+    # target and its check, file, profile, edges, ten plans, evaluate
+    assert done.stderr.count("Finished in state Cached") == 16
     assert "validation at step 0" not in done.stdout
     after = {p: p.stat().st_mtime_ns for p in (trained.path / "runs" / "store").rglob("*") if p.is_file()}
     assert after == before
@@ -184,7 +184,7 @@ def test_a_missing_file_is_reported_before_anything_is_written(tmp_path: Path, t
     assert done.stdout == ""
     assert done.stderr.startswith("error: data.files: 'missing.jsonl' has no file")
     assert done.stderr.count("\n") == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "audit"]
 
 
 @pytest.mark.long

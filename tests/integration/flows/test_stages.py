@@ -36,7 +36,7 @@ def test_what_reruns_after_which_change(
         train_dflash(**merge(settings, changes))
         return recorder.take()
 
-    cold = ["edges", "evaluate", "ingest", *ALL_PLANS, "profile", "target", "train"]
+    cold = ["check-target", "edges", "evaluate", "ingest", *ALL_PLANS, "profile", "target", "train"]
     assert ran() == sorted(cold)
     assert ran() == []
     for path in (tmp_path / "data" / "a.jsonl", tmp_path / "target" / "config.json"):
@@ -69,11 +69,11 @@ def test_what_reruns_after_which_change(
     # stay.
     path = tmp_path / "target" / "tokenizer_config.json"
     path.write_text(path.read_text().replace("{", '{"a_note": "another tokenizer",', 1))
-    assert ran() == ["evaluate", "ingest", "target", "train"]
+    assert ran() == ["check-target", "evaluate", "ingest", "target", "train"]
     # Other weights, the same tokenizer.
     weights = tmp_path / "target" / "generation_config.json"
     weights.write_text(weights.read_text().replace("{", '{"a_note": "another target",', 1))
-    assert ran() == ["evaluate", "target", "train"]
+    assert ran() == ["check-target", "evaluate", "target", "train"]
     # One more file: only that file is ingested.
     write_rows(tmp_path / "data" / "b.jsonl", 30, seed=1)
     assert ran() == sorted(["ingest", "profile", "edges", *ALL_PLANS, "train", "evaluate"])
