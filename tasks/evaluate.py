@@ -99,6 +99,7 @@ def evaluate_drafter(
     result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
+    report["target_mode"] = target.mode.describe()
     # null: the target's own template, without arguments
     report["chat_template_digest"] = chat_template_digest
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

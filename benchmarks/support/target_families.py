@@ -91,14 +91,14 @@ FAMILIES: dict[str, Family] = {
         "Gemma2Config",
         {**W16, "attn_logit_softcapping": None, "final_logit_softcapping": 30.0},
     ),
-    "gemma2": Family("Gemma 2", "Gemma2Config", W16, SLOW),
+    "gemma2": Family("Gemma 2", "Gemma2Config", W16),
     "gemma3": Family("Gemma 3", "Gemma3TextConfig", W16),
     "gemma4": Family(
         "Gemma 4",
         "Gemma4TextConfig",
         {**W16, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
-    "vaultgemma": Family("VaultGemma", "VaultGemmaConfig", W16, SLOW),
+    "vaultgemma": Family("VaultGemma", "VaultGemmaConfig", W16),
     "granite": Family("Granite 3", "GraniteConfig", {"logits_scaling": 8.0, "embedding_multiplier": 12.0}),
     "granite moe": Family("Granite 3 MoE", "GraniteMoeConfig", {**EXPERTS, "logits_scaling": 8.0}),
     "granite hybrid": Family(
@@ -125,8 +125,8 @@ FAMILIES: dict[str, Family] = {
     "glm dsa": Family("GLM-5, 5.1", "GlmMoeDsaConfig", SPARSE, SLOW),
     "deepseek v3": Family("DeepSeek V3, R1; Kimi K2; GLM-4.7-Flash", "DeepseekV3Config", LATENT),
     "deepseek v3.2": Family("DeepSeek V3.2", "DeepseekV32Config", SPARSE, SLOW),
-    "gpt-oss": Family("gpt-oss 20B, 120B", "GptOssConfig", {**H16, "num_local_experts": 4}, SLOW),
-    "mimo": Family("MiMo-V2-Flash", "MiMoV2FlashConfig", H16, SLOW),
+    "gpt-oss": Family("gpt-oss 20B, 120B", "GptOssConfig", {**W16, "num_local_experts": 4}),
+    "mimo": Family("MiMo-V2-Flash", "MiMoV2FlashConfig", H16),
     "qwen3-next": Family(
         "Qwen3-Next, Qwen3-Coder-Next",
         "Qwen3NextConfig",

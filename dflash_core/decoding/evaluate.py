@@ -1,8 +1,8 @@
 """Evaluation of a drafter by real decoding: both decoders on the same prompts, on the same machine, in turn.
 
 Guarantee: in float32 greedy output equals the target's own token by token; in bfloat16 it may differ where
-the target's two best logits are nearly tied, and each first difference is reported. Price: every prompt is
-decoded twice.
+the target's two best logits are nearly tied, and each first difference is reported. Both decoders share code,
+so the beginning of one answer is compared with the model alone, too. Price: every prompt is decoded twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dflash_core.decoding.acceptance import (
     Generation,
     acceptance_length,
     acceptance_report,
+    bfloat16_steps,
     find_divergences,
 )
 from dflash_core.decoding.generate import answer_text
@@ -28,6 +29,9 @@ from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
+
+# Tokens of one answer that are compared with the model alone.
+COMPARED_TOKENS = 32
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Evaluation:
     plain: Decoded
     speculative: Decoded
     divergences: list[Divergence] = field(default_factory=list)
+    # first difference of a plain answer from the model alone; None: equal
+    model_divergence: Divergence | None = None
 
     @property
     def lossless(self) -> bool | None:
@@ -51,9 +57,10 @@ class Evaluation:
         """
         if self.sampling.temperature:
             return None
+        found = [*self.divergences, *([self.model_divergence] if self.model_divergence else [])]
         if self.compute_dtype == torch.float32:
-            return not self.divergences
-        return all(divergence.near_tie for divergence in self.divergences)
+            return not found
+        return all(divergence.near_tie for divergence in found)
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Append another evaluation's prompts; both are of one drafter with one sampling."""
@@ -64,6 +71,7 @@ class Evaluation:
             plain=self.plain + other.plain,
             speculative=self.speculative + other.speculative,
             divergences=[*self.divergences, *shifted],
+            model_divergence=self.model_divergence or other.model_divergence,
         )
 
     def report(self) -> dict[str, Any]:
@@ -79,6 +87,7 @@ class Evaluation:
             **acceptance_report(answers, self.block_size),
             "lossless": self.lossless,
             "prompts_equal": len(self.prompts) - len(self.divergences) if self.lossless is not None else None,
+            "first_difference_from_model": self.model_divergence and self.model_divergence.as_dict(),
             "near_ties": sum(divergence.near_tie for divergence in self.divergences),
             "differences": [divergence.as_dict() for divergence in self.divergences],
             "baseline_tokens_per_second": plain,
@@ -153,10 +162,36 @@ def evaluate(
     place = sorted(range(len(order)), key=order.__getitem__)  # of each prompt in `order`
     for total in (plain, speculative):
         total.generations = [total.generations[i] for i in place]
-    divergences = [] if sampling.temperature else find_divergences(plain.generations, speculative.generations)
-    return Evaluation(
-        prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative, divergences
-    )
+    result = Evaluation(prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative)
+    if not sampling.temperature:
+        result.divergences = find_divergences(plain.generations, speculative.generations)
+        shortest = order[0]
+        answer = plain.generations[shortest].token_ids[:COMPARED_TOKENS]
+        result.model_divergence = difference_from_model(target, shortest, prompts[shortest], answer)
+    return result
+
+
+def difference_from_model(
+    target: Target, number: int, prompt: Prompt, answer: Sequence[int]
+) -> Divergence | None:
+    """Return the first token of a greedy answer that the model alone would not have written, or None.
+
+    One forward of the model over prompt and answer says it: each token has to be the argmax behind the ones
+    before it.
+
+    Args:
+        number: of the prompt, for the result.
+    """
+    if not answer:
+        return None
+    rows = target.own_logits([*prompt.token_ids, *answer])[len(prompt.token_ids) - 1 : -1].float()
+    chosen = torch.tensor(list(answer), device=rows.device)
+    wrong = (rows.argmax(dim=-1) != chosen).nonzero()
+    if not len(wrong):
+        return None
+    at = int(wrong[0])
+    steps = bfloat16_steps(rows[at].max().cpu().numpy(), rows[at, chosen[at]].cpu().numpy())
+    return Divergence(number, at, float(steps))
 
 
 def _check_prompts(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> None:

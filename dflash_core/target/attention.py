@@ -13,8 +13,10 @@ way):
 * neither: rows are whole samples, padded on the right; causality alone keeps real tokens from seeing padding.
 
 Guarantee: in all three a token sees what it would see in a plain causal forward of its sample alone. What is
-not computed here (a soft cap, sinks, a mask of the model's own, a second attention in the same layer) is
+not computed here (a mask of the model's own, a choice among keys, a second attention in the same layer) is
 rejected at the first call, never ignored.
+
+Price: soft caps and sinks have no fused product, so their scores [N, S, S] are held for one sample at a time.
 
 Shape letters: B rows, N query heads, G key/value heads, H head dim, S sequence, T packed tokens, K new tokens
 per row.
@@ -49,6 +51,25 @@ HARMLESS = {
     "return_dict",
     "use_cache",
 }
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What scores of queries and keys become before they are averaged over."""
+
+    # of the scores; None: the root of the head dim
+    scaling: float | None = None
+    # tokens that a query sees, its own included
+    window: int | None = None
+    # scores become cap * tanh(scores / cap)
+    soft_cap: float | None = None
+    # [N]: score of one more key per head, whose value is zero
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True when torch's fused attention computes it."""
+        return self.soft_cap is None and self.sinks is None
 
 
 @dataclass
@@ -104,25 +125,27 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute query [B, N, S, H], key, value [B, G, S, H] -> [B, S, N, H], as `AttentionInterface` calls it.
 
     Raises:
-        UserError: the target's attention has a term that is not computed here (a soft cap, sinks, a mask), or
-            a layer calls twice.
+        UserError: the target's attention has a term that is not computed here, or a layer calls twice.
     """
     forward = _current.get() or Pass()
     layer: int = module.layer_idx  # type: ignore[assignment]
     _check_call(forward, layer, attention_mask, is_causal, kwargs)
+    terms = Terms(scaling, sliding_window, softcap, s_aux)
     bounds, cache = forward.cu_seqlens, forward.cache
     if cache is not None:
         cache.store(layer, key, value)
         if bounds is None:
-            return _decode(query, cache, layer, scaling, sliding_window).contiguous(), None
+            return _decode(query, cache, layer, terms).contiguous(), None
     if bounds is None:
-        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    if query.is_cuda and (options := _varlen_options(query, key, scaling, sliding_window)) is not None:
+        return _causal(query, key, value, terms).transpose(1, 2).contiguous(), None
+    if query.is_cuda and (options := _varlen_options(query, key, value, terms)) is not None:
         q_TNH, k_TGH, v_TGH = (x[0].transpose(0, 1) for x in (query, key, value))
         longest = forward.longest
         out_TNH = _varlen_attn()(q_TNH, k_TGH, v_TGH, bounds, bounds, longest, longest, **options)
@@ -130,9 +153,7 @@ def attention(
     ends = bounds.tolist()
     out_1TNH = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for start, end in zip(ends, ends[1:]):
-        out_1NSH = _causal(
-            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], scaling, sliding_window
-        )
+        out_1NSH = _causal(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], terms)
         out_1TNH[:, start:end] = out_1NSH.transpose(1, 2)
     return out_1TNH, None
 
@@ -155,9 +176,7 @@ def _check_call(
     forward.called.add(layer)
 
 
-def _decode(
-    query_BNKH: torch.Tensor, cache: DecodeCache, layer: int, scaling: float | None, window: int | None
-) -> torch.Tensor:
+def _decode(query_BNKH: torch.Tensor, cache: DecodeCache, layer: int, terms: Terms) -> torch.Tensor:
     """Attend from new tokens to their rows of the cache, [B, K, N, H].
 
     Query heads that share a key head are laid side by side as more queries of it: the cache is read in place,
@@ -167,19 +186,29 @@ def _decode(
     num_groups, (_, num_heads, num_new, _) = keys.shape[1], query_BNKH.shape
     repeats = num_heads // num_groups
     query = query_BNKH.unflatten(1, (num_groups, repeats)).flatten(2, 3)  # [B, G, repeats * K, H]
-    mask = cache.mask(repeats, window)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    visible = cache.mask(repeats, terms.window)
+    if terms.is_plain:
+        out = scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=terms.scaling)
+    else:
+        sinks = terms.sinks
+        if sinks is not None:
+            sinks = sinks.view(num_groups, repeats).repeat_interleave(num_new, dim=1)
+        out = _attend(query, keys, values, visible, terms, sinks)
     return out.unflatten(2, (repeats, num_new)).flatten(1, 2).transpose(1, 2)
 
 
 def _varlen_options(
-    query: torch.Tensor, key: torch.Tensor, scaling: float | None, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms
 ) -> dict[str, Any] | None:
     """Return the keywords of `varlen_attn` for this torch, or None where it cannot do it.
 
     They grew from release to release.
     """
-    if query.dtype not in (torch.bfloat16, torch.float16) or _varlen_attn() is None:
+    scaling, window = terms.scaling, terms.window
+    if query.dtype not in (torch.bfloat16, torch.float16) or _varlen_attn() is None or not terms.is_plain:
+        return None
+    # One width for all three, as flash attention has it.
+    if not query.shape[-1] == value.shape[-1] <= 256:
         return None
     known = inspect.signature(_varlen_attn()).parameters
     plain_scale = scaling is None or abs(scaling - query.shape[-1] ** -0.5) < 1e-9
@@ -198,16 +227,50 @@ def _varlen_options(
     return options
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    gqa = query.shape[1] != key.shape[1]
-    length = query.shape[2]
-    if window is None or window >= length:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Return causal attention [B, N, S, H] within rows of one sample each."""
+    gqa, length, window = query.shape[1] != key.shape[1], query.shape[2], terms.window
+    if terms.is_plain and (window is None or window >= length):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=terms.scaling, enable_gqa=gqa
+        )
     distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-    visible = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=gqa)
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if terms.is_plain:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=terms.scaling, enable_gqa=gqa
+        )
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return _attend(query, key, value, visible, terms, None if terms.sinks is None else terms.sinks[:, None])
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    terms: Terms,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with a soft cap and sinks, by the formula.
+
+    Args:
+        query: [B, N, S, H]; key and value: [B, N, L, H].
+        visible: bool, broadcast to [B, N, S, L].
+        terms: of the scores.
+        sinks: score of each query's sink, broadcast to [N, S]; None: none.
+    """
+    scale = query.shape[-1] ** -0.5 if terms.scaling is None else terms.scaling
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if terms.soft_cap is not None:
+        scores = torch.tanh(scores / terms.soft_cap) * terms.soft_cap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return scores.softmax(dim=-1).to(value.dtype) @ value
+    sink = sinks.float()[None, :, :, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
 def register() -> None:

@@ -272,6 +272,18 @@ class Target:
         """Return the logits of a drafter's final states, [..., D] -> [..., V]: lm_head's bare weight."""
         return self.head.raw(hidden)
 
+    @torch.inference_mode()
+    def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits [T, V] of the model alone: its own attention and head, without a cache."""
+        ours = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([list(token_ids)], device=self.device)
+            own: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+            return own
+        finally:
+            self.model.set_attn_implementation(ours)
+
     def _packed(self, bounds: torch.Tensor, lengths: torch.Tensor, cache: DecodeCache | None = None) -> Pass:
         """Return the pass that makes `attention` run packed; bounds and lengths are on the host."""
         return Pass(bounds.to(self.device), int(lengths.max()), cache)

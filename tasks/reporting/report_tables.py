@@ -118,6 +118,7 @@ def evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
         show(evaluation.get(f"{kind}_tokens_per_second"), 1) for kind in ("baseline", "speculative")
     )
     return [
+        ("target runs with", show(evaluation.get("target_mode"))),
         ("acceptance length (95% interval)", _acceptance_text(evaluation)),
         ("output equals the target's own", show(evaluation.get("lossless"))),
         ("decoding, tokens/s: plain, speculative", f"{plain}, {speculative}"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_core.decoding.evaluate import evaluate
+from dflash_core.decoding.evaluate import difference_from_model, evaluate
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt
 from dflash_core.drafter.drafter import DFlashDrafter
@@ -54,3 +54,28 @@ def test_the_report_holds_sets_and_one_record_per_prompt(
     assert [r["prompt_tokens"] for r in records] == [9, 3, 14, 6, 1]
     assert records[0]["token_ids"] == knowing.answers[0][:9]
     assert records[0]["emitted"] == [2, 2, 2, 2]
+
+
+def test_answers_are_compared_with_the_model_alone(target: Target, drafter: DFlashDrafter) -> None:
+    """A fault that both decoders share shows as the first token that the model would not have written."""
+    prompt, sampling = Prompt(token_ids=(5, 9, 31)), Sampling(max_new_tokens=6)
+    evaluation = evaluate(target, drafter, [prompt], sampling)
+    assert evaluation.model_divergence is None
+    assert evaluation.lossless is True
+    answer = list(evaluation.plain.generations[0].token_ids)
+    answer[2] = answer[2] + 1 if answer[2] < 500 else 0
+    found = difference_from_model(target, 7, prompt, answer)
+    assert found is not None
+    assert (found.prompt, found.position) == (7, 2)
+    evaluation.model_divergence = found
+    assert evaluation.lossless is False
+    assert evaluation.report()["first_difference_from_model"]["position"] == 2
+
+
+def test_a_head_that_computes_otherwise_is_not_lossless(
+    target: Target, drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "logits", lambda hidden: -target.head.logits(hidden))
+    evaluation = evaluate(target, drafter, [Prompt(token_ids=(5, 9, 31))], Sampling(max_new_tokens=4))
+    assert not evaluation.divergences
+    assert evaluation.lossless is False

@@ -17,7 +17,7 @@ from dflash_core.target.mode import CHECK_FILE, EAGER, FAST, PADDED, TargetMode
 from dflash_core.target.target import Target
 
 # One or two families for each mode; `benchmarks.target_matrix` has all.
-NAMES = ("qwen3", "nemotron", "lfm2", "qwen3.5", "recurrent gemma", "gpt-oss", "llama4", "glm dsa", "xglm")
+NAMES = ("qwen3", "nemotron", "lfm2", "qwen3.5", "recurrent gemma", "llama4", "doge", "glm dsa", "xglm")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,7 @@ def test_rotary_factors_that_depend_on_the_microbatch_limit_the_length(tmp_path:
 
 def test_a_wrong_path_is_seen_in_bfloat16_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_core.target.check.FLOAT32_BYTES", 0)
-    for name, mode in (("qwen3", FAST), ("lfm2", PADDED), ("gpt-oss", EAGER)):
+    for name, mode in (("qwen3", FAST), ("lfm2", PADDED), ("llama4", EAGER)):
         check = check_target(make_family(tmp_path / name, name), compute_dtype="bfloat16")
         assert (check.mode, check.dtype) == (mode, "bfloat16")
 

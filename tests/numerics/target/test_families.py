@@ -20,7 +20,9 @@ PACKED_NAMES = (
     "llama3",
     "qwen3 yarn",
     "mixtral",
+    "gemma2",
     "gemma3",
+    "gpt-oss",
     "gemma4",
     "granite",
     "glm4",
@@ -31,8 +33,6 @@ PACKED_NAMES = (
 )
 # What our attention rejects at its first call: family -> part of the message.
 REJECTED = {
-    "gpt-oss": "'s_aux' is not supported",
-    "gemma2": "'softcap' is not supported",
     "doge": "a mask of its own is not supported",
     "diffllama": "calls attention twice",
     "xglm": "do not call",
