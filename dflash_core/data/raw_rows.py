@@ -23,8 +23,8 @@ _BLANKS = re.compile(r"[ \t\r\n]*+")
 class RawRow(NamedTuple):
     """One row: where it is, and its value: a mapping, a Rejection, or None for a blank line.
 
-    `line` is the physical line on which it starts, None in Parquet and of blank lines. `element` is its number in a JSON array
-    or in Parquet, None in JSON lines. Both count from 1.
+    `line` is the physical line on which it starts, None in Parquet and for blank lines. `element` is its
+    number in a JSON array or in Parquet, None in JSON lines. Both count from 1.
     """
 
     line: int | None
