@@ -160,9 +160,7 @@ def test_a_commit_that_would_be_a_path_is_rejected(
         ({"license": None}, "none named"),
     ],
 )
-def test_a_card_may_hold_anything(
-    hub: StubHub, tmp_path: Path, card: dict[str, object], licence: str
-) -> None:
+def test_a_card_may_hold_anything(hub: StubHub, tmp_path: Path, card: dict[str, Any], licence: str) -> None:
     hub.datasets["owner/chats"].card = card
     assert fetch("owner/chats/c.jsonl", tmp_path)[2][0].endswith(f"; licence: {licence}")
 
