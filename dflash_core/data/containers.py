@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -26,7 +27,7 @@ from dflash_core.data.chat import Rejection
 from dflash_core.data.json_array import JsonArray
 from dflash_core.data.json_structure import Structure, Uncertain
 from dflash_core.data.parquet_rows import parquet_rows
-from dflash_core.data.raw_rows import BOM, RawRow, parse, parse_line, too_large
+from dflash_core.data.raw_rows import BLANK, BOM, RawRow, parse, parse_line, too_large
 from dflash_core.data.source_file import SourceFile
 from dflash_core.errors import UserError
 
@@ -125,8 +126,7 @@ class _ZstdReader(io.RawIOBase):
 
 def _text_rows(source: SourceFile, stream: io.BufferedReader) -> Iterator[RawRow]:
     num_blank, first = _skip_blanks(source, stream)
-    for number in range(num_blank):
-        yield RawRow(number + 1, None)
+    yield from itertools.repeat(BLANK, num_blank)
     bare = first.removeprefix(BOM).lstrip()
     _reject_binary(source, first)
     if _is_array(source.path, bare, stream):
@@ -233,7 +233,7 @@ def _line_rows(source: SourceFile, first: bytes, number: int, stream: Any) -> It
         else:
             values = parse_line(line)
         for value in values:
-            yield RawRow(number, value)
+            yield BLANK if value is None else RawRow(number, value)
         num_blank_bytes = 0 if values != [None] else num_blank_bytes + len(line)
         if num_blank_bytes > raw_rows.MAX_BLANK_BYTES:
             _check_blanks(source, num_blank_bytes)

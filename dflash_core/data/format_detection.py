@@ -45,11 +45,15 @@ def detect_format(rows: Iterable[Row], config: DataConfig, *, source: str, answe
         return config.format
     rows = [renamed(row, config.columns) for row in rows]
     columns = ", ".join(repr(name)[1:-1] for name in list(dict.fromkeys(itertools.chain(*rows)))[:20])
-    votes = Counter(name for row in rows if (name := _format_of(row)))
+    votes = Counter(name for row in rows if (name := _format_of(row, answered=answered)))
     best = votes.most_common(1)[0][0] if votes else None
-    kind = _other_kind(rows, sum(votes.values())) or (
-        answered and _no_answers(rows, best, config.roles) and "prompts only"
-    )
+    kind = _other_kind(rows, sum(votes.values()))
+    if kind is None and answered and _no_answers(rows, best, config.roles):
+        raise UserError(
+            f"data.files: {source!r} holds prompts only; columns seen: {columns}; accepted: {ACCEPTED}. "
+            "To let the target answer them, set regenerate.enabled: true; if it does hold answers, set "
+            "data.format or data.columns"
+        )
     if kind:
         raise UserError(
             f"data.files: {source!r} holds {kind}; columns seen: {columns}; accepted: {ACCEPTED}. "
@@ -84,7 +88,12 @@ def _kind_of(row: Row) -> str | None:
 
 
 def _no_answers(rows: Iterable[Row], format_name: str | None, roles: Mapping[str, str]) -> bool:
-    """Return True if all turns have known roles and none of them is the assistant's."""
+    """Return True for prompts without a column of answers, and turns none of which is the assistant's.
+
+    Turns of unknown roles may be the assistant's.
+    """
+    if format_name is None:
+        return any(_format_of(row, answered=False) for row in rows)
     if format_name not in ("messages", "sharegpt"):
         return False
     known = {**ROLES, **roles}
@@ -93,15 +102,16 @@ def _no_answers(rows: Iterable[Row], format_name: str | None, roles: Mapping[str
     return all(isinstance(name, str) and known.get(name, "assistant") != "assistant" for name in names)
 
 
-def _format_of(row: Row) -> str | None:
+def _format_of(row: Row, *, answered: bool) -> str | None:
     if row.get("input_ids") is not None and row.get("loss_mask") is not None:
         return "tokenised"
     turns = _turns_of(row)
     if turns and isinstance(turns[0], dict):
         return "sharegpt" if "from" in turns[0] and turns[0].get("role") is None else "messages"
-    if "instruction" in row and ("output" in row or "response" in row):
+    if "instruction" in row and (not answered or "output" in row or "response" in row):
         return "alpaca"
-    if ("prompt" in row or "question" in row) and any(column in row for column in RESPONSE_COLUMNS):
+    is_answered = any(column in row for column in RESPONSE_COLUMNS)
+    if ("prompt" in row or "question" in row) and (is_answered or not answered):
         return "prompt_response"
     return None
 

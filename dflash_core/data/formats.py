@@ -41,6 +41,7 @@ from typing import Any
 
 from dflash_core.config import DataConfig
 from dflash_core.data.chat import Conversation, Rejection
+from dflash_core.data.tool_calls import call_list, calls_of, tool_call
 from dflash_core.data.turns import (
     REASONING_FIELDS,
     TRAINING_MARKS,
@@ -80,12 +81,19 @@ class RowReader:
         config: `columns`, `roles` and `reasoning` are read.
         reads: returns True if the chat template mentions a field.
         notes: counts remarks that do not reject a row.
+        answered: reject prompts without answers; otherwise they are conversations that end with a question.
     """
 
     def __init__(
-        self, format_name: str, config: DataConfig, *, reads: Callable[[str], bool], notes: Counter[str]
+        self,
+        format_name: str,
+        config: DataConfig,
+        *,
+        reads: Callable[[str], bool],
+        notes: Counter[str],
+        answered: bool = True,
     ) -> None:
-        self.config, self.notes = config, notes
+        self.config, self.notes, self._answered = config, notes, answered
         readers: dict[str, Callable[[Row], Conversation | Tokens]] = {
             "messages": self._turns,
             "sharegpt": self._turns,
@@ -131,7 +139,7 @@ class RowReader:
         output = next((row[name] for name in ("output", "response") if row.get(name) is not None), None)
         if row.get("instruction") is None and not row.get("input"):
             raise RowError("no instruction", f"columns: {', '.join(row)}")
-        if output is None:
+        if output is None and self._answered:
             raise RowError("no output or response", f"columns: {', '.join(row)}")
         question = [text_of(row.get(name), name) for name in ("instruction", "input")]
         messages = _system(row)
@@ -139,13 +147,17 @@ class RowReader:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise RowError("wrong shape", "history is not a list of [question, answer]")
             messages += _exchange(text_of(pair[0], "history"), text_of(pair[1], "history"))
-        messages += _exchange("\n\n".join(part for part in question if part), text_of(output, "output"))
-        self._reasoning(row, messages[-1])
+        messages.append(_turn("user", "\n\n".join(part for part in question if part)))
+        if output is not None:
+            messages.append(_turn("assistant", text_of(output, "output")))
+            self._reasoning(row, messages[-1])
         return self._conversation(messages, row)
 
     def _prompt_response(self, row: Row) -> Conversation:
         prompt = next((row[name] for name in ("prompt", "question") if row.get(name) is not None), None)
         response = next((row[name] for name in RESPONSE_COLUMNS if row.get(name) is not None), None)
+        if response is None and not self._answered:
+            response = []
         if prompt is None or response is None:
             raise RowError("no prompt or no response", f"columns: {', '.join(row)}")
         if _are_turns(prompt) or _are_turns(response):
@@ -239,7 +251,7 @@ class RowReader:
             raise RowError(f"unknown role {name[:40]!r}", f"turn {number}; map it by data.roles")
         if media := media_columns(turn):
             raise RowError(MEDIA, f"turn {number}: {media[0]} is not empty")
-        calls = _calls(turn, number)
+        calls = calls_of(turn, number)
         if calls and role != "assistant":
             raise RowError("wrong shape", f"turn {number}: tool calls of role {name!r}")
         if not calls and "content" not in turn and "value" not in turn:
@@ -256,11 +268,11 @@ class RowReader:
     def _assistant(self, turn: dict[str, Any], name: str, message: dict[str, Any], calls: list[Any]) -> None:
         """Add tool calls and reasoning to the message of an assistant turn."""
         if not calls and name == "function_call" and self._reads_tool_calls:
-            calls, message["content"] = _call_list(message["content"], "function_call"), ""
+            calls, message["content"] = call_list(message["content"], "function_call"), ""
         if calls:
             if not self._reads_tool_calls:
                 raise RowError("tool call", "the chat template renders no tool_calls")
-            message["tool_calls"] = [_tool_call(call) for call in calls]
+            message["tool_calls"] = [tool_call(call) for call in calls]
         self._reasoning(turn, message)
 
     def _reasoning(self, fields: Row, message: dict[str, Any]) -> None:
@@ -272,40 +284,6 @@ class RowReader:
             message.update(dict.fromkeys(self._reasoning_names, text_of(reasoning, "reasoning")))
         elif reasoning is not None:
             self.notes["reasoning dropped (data.reasoning: drop)"] += 1
-
-
-def _calls(turn: dict[str, Any], number: int) -> list[Any]:
-    """Return the tool calls of a turn: `tool_calls`, or the older `function_call`."""
-    name = next((name for name in ("tool_calls", "function_call") if turn.get(name)), None)
-    return [] if name is None else _call_list(turn[name], f"turn {number}: {name}")
-
-
-def _call_list(calls: Any, where: str) -> list[Any]:
-    if isinstance(calls, str):
-        calls = json_or_none(calls) if calls.strip() not in ("", "null") else []
-    if not isinstance(calls, dict | list):
-        raise RowError("wrong shape", f"{where} is not a JSON object or a list of them")
-    return calls if isinstance(calls, list) else [calls]
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call as {"type", "function": {"name", "arguments"}}, its arguments parsed if possible."""
-    if not isinstance(call, dict):
-        raise RowError("wrong shape", "a tool call is not an object")
-    function: dict[str, Any] = call["function"] if isinstance(call.get("function"), dict) else call
-    if not isinstance(function.get("name"), str):
-        raise RowError("wrong shape", "a tool call has no name")
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        parsed = json_or_none(arguments)
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    out: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
-    }
-    if call.get("id") is not None:
-        out["id"] = call["id"]
-    return out
 
 
 def _system(row: Row) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_core.data.hub_names import ALLOWED, HubName, local_names, parse, path_files, split_files
+from dflash_core.data.hub_names import ALLOWED, HubName, local_names, parse, path_files, shown, split_files
 from dflash_core.errors import UserError
-from dflash_core.files import bytes_digest, complete_file, write_json
+from dflash_core.files import bytes_digest, complete_file, file_sha256, write_json
 
 _REQUEST_SECONDS = 10.0
 
@@ -162,6 +162,13 @@ def _download(name: HubName, resolved: Resolved, path: str, target: Path, storag
     target.parent.mkdir(parents=True, exist_ok=True)
     # The cache holds symbolic links to files that are named by their digest.
     real = Path(cached).resolve()
+    # Large files are named by their sha256, which the Hub announced and nothing has checked.
+    if re.fullmatch(r"[0-9a-f]{64}", real.name) and file_sha256(real) != real.name:
+        real.unlink()
+        raise UserError(
+            f"data.files: {name.text!r} cannot be fetched: the bytes of {path!r} are not those that the Hub "
+            "announced (sha256 differs), so they were removed. Run again"
+        )
     with complete_file(target) as temporary:
         try:
             os.link(real, temporary)
@@ -182,10 +189,10 @@ def _has_token() -> bool:
 
 
 def _licence(info: Any) -> str:
-    """Return the licence that the card of a data set names, else ""."""
+    """Return the licence that the card of a data set names, else ""; the card may hold anything."""
     named = (info.card_data or {}).get("license")
     tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
-    return ", ".join(named if isinstance(named, list) else [named] if named else tags)
+    return shown(map(str, named if isinstance(named, list) else [named] if named else tags))
 
 
 def _licence_of_card(name: HubName) -> str:
@@ -200,6 +207,9 @@ def _is_unreachable(error: Exception) -> bool:
     """Return True if the Hub did not answer, or answered that it cannot now."""
     from huggingface_hub.errors import HfHubHTTPError
 
+    if isinstance(error, ValueError) and not isinstance(error, OSError | json.JSONDecodeError):
+        # A name that huggingface_hub refuses.
+        return False
     if not isinstance(error, HfHubHTTPError):
         return True
     return error.response is not None and (

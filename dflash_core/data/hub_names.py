@@ -14,7 +14,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dflash_core.errors import UserError
@@ -29,6 +29,9 @@ _NAME = re.compile(
     r"(@(?P<revision>refs/convert/[\w.-]+|refs/pr/\d+|[^/?@]+))?(/(?P<path>[^?]+?)/?)?(\?(?P<query>.*))?"
 )
 _SUFFIXES = re.compile("(" + "|".join(map(re.escape, DATA_SUFFIXES)) + ")+$")
+
+# File systems allow 255, digest and suffixes included.
+_MAX_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,7 @@ def path_files(name: HubName, path: str, listed: Sequence[str]) -> list[str]:
         files = [file for file in listed if file.startswith(f"{path}/") and _is_data(file)]
     if not files:
         data = [file for file in listed if _is_data(file)]
-        held = ", ".join(data[:10]) + (f" and {len(data) - 10} more" if len(data) > 10 else "")
+        held = shown(data[:10]) + (f" and {len(data) - 10} more" if len(data) > 10 else "")
         raise UserError(f"data.files: {name.text!r} has no file; its repository holds: {held or 'no data'}")
     return files
 
@@ -118,6 +121,11 @@ def _glob(pattern: str) -> re.Pattern[str]:
     return re.compile(text[:-1] if text.endswith("/") else f"{text}[^/]*")
 
 
+def shown(names: Iterable[str]) -> str:
+    """Return names of strangers for a message, without control characters."""
+    return ", ".join(repr(name)[1:-1] for name in names)
+
+
 def split_files(name: HubName, listed: Sequence[str]) -> list[str]:
     """Return the files of a split; the conversion names them CONFIG/SPLIT/NUMBER.parquet.
 
@@ -141,7 +149,7 @@ def split_files(name: HubName, listed: Sequence[str]) -> list[str]:
     several = len({config for config, _ in splits}) > 1
     queries = [f"?config={c}&split={s}" if several else f"?split={s}" for c, s in list(splits)[:20]]
     problem = "names several splits" if chosen else "names no split"
-    allowed = ", ".join(queries) or f"its files, hf://datasets/{name.repository}/PATH"
+    allowed = shown(queries) or f"its files, hf://datasets/{name.repository}/PATH"
     raise UserError(f"data.files: {name.text!r} {problem} of the Parquet conversion; allowed: {allowed}")
 
 
@@ -155,7 +163,11 @@ def local_names(repository: str, files: Sequence[str]) -> list[str]:
         text = f"{repository.split('/')[1]}-{file.replace('/', '-')}"
         match = _SUFFIXES.search(text.lower())
         end = match.start() if match else len(text)
-        names.append(text[:end].replace(".", "_") + text[end:])
+        stem = "".join(c if c.isprintable() and c != "." else "_" for c in text[:end])
+        if len(stem.encode()) > _MAX_NAME_BYTES:
+            # 4 bytes per character at most.
+            stem = f"{bytes_digest(file.encode())[:8]}-{stem[-_MAX_NAME_BYTES // 4 :]}"
+        names.append(stem + text[end:])
     if len(set(names)) < len(names):
         names = [f"{bytes_digest(file.encode())[:8]}-{name}" for file, name in zip(files, names)]
     return names

@@ -8,7 +8,6 @@ with reading and rendering, so throughput is close to that of the tokenizer alon
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,37 +18,24 @@ from typing import Any
 import numpy as np
 
 from dflash_core.anchors import eligible_positions
-from dflash_core.config import DATA_COLUMNS, DataConfig, to_dict
+from dflash_core.config import DataConfig, to_dict
 from dflash_core.data import stdlib_corpus
 from dflash_core.data.chat import ChatEncoder, Conversation, Rejection, Rendered, Sample, chat_encoder
-from dflash_core.data.containers import limited, read_rows
-from dflash_core.data.format_detection import ACCEPTED, detect_format
-from dflash_core.data.formats import (
-    MEDIA_COLUMNS,
-    REASONING_FIELDS,
-    RESPONSE_COLUMNS,
-    TURN_COLUMNS,
-    RowReader,
-    Tokens,
-)
+from dflash_core.data.formats import RowReader, Tokens
 from dflash_core.data.named_templates import read_template
 from dflash_core.data.raw_rows import RawRow
 from dflash_core.data.shard_writer import ShardWriter
+from dflash_core.data.source_rows import open_rows
 from dflash_core.errors import UserError
 from dflash_core.files import file_sha256
 
 _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_IN_FLIGHT = 3
-_DETECTION_ROWS = 100
 _LIMITS = ("max_reject_share", "max_over_length_share")
 _NOT_INGEST = ("files", "min_validation_samples", "chat_template", *_LIMITS)
 # Reasons of rows that are only too long start with this, in any part of the pipeline.
 OVER_LENGTH = "over length"
-
-# Columns that formats and their detection read; the others of a Parquet file stay on the disk.
-READ_COLUMNS = {*DATA_COLUMNS, *TURN_COLUMNS, *RESPONSE_COLUMNS, *REASONING_FIELDS, *MEDIA_COLUMNS}
-READ_COLUMNS |= {"rejection", "chosen", "rejected", "tokens"}
 
 # Line and element of a row (see `RawRow`), and what became of it.
 Item = tuple[int | None, int | None, Rendered | Sample | Rejection]
@@ -109,54 +95,6 @@ def ingest_file(
         return writer.close()
 
 
-def open_rows(
-    path: Path | str, config: DataConfig, *, answered: bool = True, digest: str | None = None
-) -> tuple[str, Iterator[RawRow]]:
-    """Return format and rows of a file or of "stdlib": at most `data.limit` rows, blank lines not counted.
-
-    Args:
-        path: a file, or "stdlib".
-        config: `format`, `columns`, `roles` and `limit` are read.
-        answered: reject a file of prompts without answers. Otherwise all columns are read.
-        digest: sha256 of the file's bytes, checked behind the last row; None: not checked.
-
-    Raises:
-        UserError: the file is not a data set of a known format.
-    """
-    if str(path) == stdlib_corpus.SOURCE:
-        return "messages", limited(_stdlib_rows(), config.limit)
-    columns = {*READ_COLUMNS, *config.columns.values()} if answered else None
-    rows = read_rows(Path(path), digest=digest, limit=config.limit, columns=columns)
-    first: list[RawRow] = []
-    num_blank = 0
-    for row in rows:
-        first.append(row)
-        num_blank += row.value is None
-        if len(first) - num_blank == _DETECTION_ROWS:
-            break
-    objects = [row.value for row in first if isinstance(row.value, dict)]
-    if not objects:
-        reason = _no_objects_reason(first)
-        raise UserError(f"data.files: {str(path)!r} has no rows that are objects with columns{reason}")
-    format_name = detect_format(objects, config, source=str(path), answered=answered)
-    return format_name, itertools.chain(first, rows)
-
-
-def _no_objects_reason(rows: list[RawRow]) -> str:
-    """Return the end of an error message: the first rejection, and the rows that are allowed."""
-    rejected = next((row for row in rows if isinstance(row.value, Rejection)), None)
-    reason = ""
-    if rejected is not None:
-        reason = f"; {rejected.place}: {rejected.value.reason} ({rejected.value.detail})"
-    allowed = "one JSON object per line, a JSON array of objects, Parquet"
-    return f"{reason}; allowed: {allowed}; columns: {ACCEPTED}"
-
-
-def _stdlib_rows() -> Iterator[RawRow]:
-    for number, row in enumerate(stdlib_corpus.corpus_rows(), start=1):
-        yield RawRow(number, row)
-
-
 def _rendered(
     rows: Iterable[RawRow], reader: RowReader, encoder: ChatEncoder, writer: ShardWriter, tokenizer: Any
 ) -> Iterator[Item]:
@@ -171,12 +109,18 @@ def _rendered(
         if not isinstance(value, Rejection):
             value = reader.read(value)
         if isinstance(value, Conversation):
-            value = encoder.render(value)
+            value = _render(value, encoder)
             if isinstance(value, Rendered) and len(value.text) > _BATCH_CHARACTERS:
                 value = _fits(value, encoder.config.max_length, tokenizer)
         elif isinstance(value, Tokens):
             value = _check_tokens(value, vocabulary, encoder.mask_token_id)
         yield row.line, row.element, value
+
+
+def _render(conversation: Conversation, encoder: ChatEncoder) -> Rendered | Rejection:
+    if not any(message["role"] == "assistant" for message in conversation.messages):
+        return Rejection("no supervised turn", "no turn of the assistant")
+    return encoder.render(conversation)
 
 
 def _fits(rendered: Rendered, max_length: int, tokenizer: Any) -> Rendered | Rejection:

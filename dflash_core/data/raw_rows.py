@@ -23,8 +23,8 @@ _BLANKS = re.compile(r"[ \t\r\n]*+")
 class RawRow(NamedTuple):
     """One row: where it is, and its value: a mapping, a Rejection, or None for a blank line.
 
-    `line` is the physical line on which it starts, None in Parquet. `element` is its number in a JSON array
-    or in Parquet, None in JSON lines. Both count from 1.
+    `line` is the physical line on which it starts, None in Parquet and for blank lines. `element` is its
+    number in a JSON array or in Parquet, None in JSON lines. Both count from 1.
     """
 
     line: int | None
@@ -42,6 +42,10 @@ def place_text(line: int | None, element: int | None) -> str:
     if line is None:
         return f"row {element}"
     return f"line {line}" if element is None else f"line {line}, element {element}"
+
+
+# All blank lines: thousands of them may be read before the first row.
+BLANK = RawRow(None, None)
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from dflash_core.data.chat import ChatEncoder, Conversation, Rejection
 from dflash_core.data.chosen_ids import GeneratedTurn, chosen_ids
 from dflash_core.data.containers import RawRow
 from dflash_core.data.formats import RowReader
-from dflash_core.data.ingest import open_rows
+from dflash_core.data.source_rows import open_rows
 from dflash_core.data.turns import REASONING_FIELDS
 from dflash_core.errors import UserError
 
@@ -91,7 +91,7 @@ def regenerate_file(
     with open(out_path, "wb") as file, progress:
         format_name = "messages" if format_name == "regenerated" else format_name
         work = _Regeneration(config, encoder, generator, cache, file, progress, cut_turns)
-        reader = RowReader(format_name, config, reads=encoder.reads, notes=work.notes)
+        reader = RowReader(format_name, config, reads=encoder.reads, notes=work.notes, answered=False)
         work.run(rows, reader)
     counts = {name: work.counts[name] for name in COUNTS}
     return {**counts, "notes": dict(work.notes), "digest": work.hasher.hexdigest()}

@@ -98,7 +98,8 @@ def _matches(directory: Path, part: str) -> Iterator[Path]:
     """Yield what one part of a glob matches in a directory; names that begin with a dot only if it does."""
     if not os.path.isdir(directory):
         return
-    has_magic = glob.has_magic(part)
+    # A directory may be called `run[1]`.
+    has_magic = glob.has_magic(part) and not ("[" in part and os.path.lexists(directory / part))
     if not os.access(directory, os.R_OK | os.X_OK if has_magic else os.X_OK):
         raise _unreadable(directory, "data.files")
     if not has_magic:

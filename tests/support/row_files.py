@@ -1,4 +1,4 @@
-"""Files of rows in every container."""
+"""Files of rows in every container, and their shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from dflash_core.config import DataConfig
+from dflash_core.data.ingest import ingest_file
+from tests.support.chat_families import MASK_TOKEN_ID, small_tokenizer
 
 Row = dict[str, Any]
 
@@ -33,3 +37,17 @@ def write_rows(path: Path, rows: list[Row]) -> tuple[Path, str]:
     else:
         path.write_bytes(json.dumps(rows).encode() if path.name.endswith("json") else lines(rows))
     return path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def ingest(path: Path, content: bytes | None = None, **settings: Any) -> tuple[dict[str, Any], Path]:
+    """Return manifest and shard of a file, written first if `content` is given."""
+    if content is not None:
+        path.write_bytes(content)
+    out = path.parent / f"{path.name}.shard"
+    config = DataConfig(**{"max_reject_share": 1.0, **settings})
+    return ingest_file(path, config, small_tokenizer(), out, mask_token_id=MASK_TOKEN_ID), out
+
+
+def rejects_of(shard: Path, place: str = "line") -> list[tuple[int, str]]:
+    """Return place and reason of each reject of a shard."""
+    return [(r[place], r["reason"]) for r in pq.read_table(shard / "rejects.parquet").to_pylist()]

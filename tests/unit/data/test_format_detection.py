@@ -23,7 +23,8 @@ PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({"prompt": {}, "replies": []}, "message trees"),
         ({"message_tree_id": 1, "parent_id": 2, "text": "t", "role": "r"}, "message trees"),
         ({"text": "once upon a time"}, "no known format; columns seen: text"),
-        ({"prompt": "q"}, "no known format; columns seen: prompt"),
+        ({"prompt": "q"}, "prompts only; .* regenerate.enabled: true"),
+        ({"instruction": "q", "input": ""}, "prompts only"),
         ({"turns": ["q"]}, "no known format; columns seen: turns"),
     ],
 )
@@ -37,6 +38,8 @@ def test_other_data_is_rejected_as_a_file(row: dict[str, Any], kind: str) -> Non
 def test_prompts_are_accepted_where_the_target_writes_the_answers() -> None:
     row = {"messages": PAIR[:1]}
     assert detect_format([row], DataConfig(), source="x", answered=False) == "messages"
+    assert detect_format([{"prompt": "q"}], DataConfig(), source="x", answered=False) == "prompt_response"
+    assert detect_format([{"instruction": "q"}], DataConfig(), source="x", answered=False) == "alpaca"
     unknown = {"messages": [PAIR[0], {"role": "laguna_s", "content": "a"}]}
     assert detect_format([unknown], DataConfig(), source="x") == "messages"  # its rows report the reason
     assert detect_format([row, {"messages": PAIR}], DataConfig(), source="x") == "messages"

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dflash_core.data import hub_datasets
 from dflash_core.errors import UserError
+from tests.support import hub_stub
 from tests.support.hub_stub import StubDataset, StubHub, stub_hub
 
 CONVERTED = "refs/convert/parquet"
@@ -112,6 +114,7 @@ def test_without_network_the_last_commit_is_used(tmp_path: Path, monkeypatch: py
         ("owner/chats@v9/c.jsonl", "has no revision 'v9'"),
         ("owner/chats/d.jsonl", "has no file; its repository holds: c.jsonl, data/a.jsonl, data/b.jsonl"),
         ("owner/raw?split=train", "no Parquet conversion .* hf://datasets/owner/raw/PATH"),
+        ("owner/..?split=train", r"cannot be fetched \(HFValidationError"),
         ("owner/gated/a.jsonl", "is gated: accept its terms on https://.*/owner/gated and set .* HF_TOKEN"),
     ],
 )
@@ -146,3 +149,43 @@ def test_a_commit_that_would_be_a_path_is_rejected(
     with pytest.raises(UserError, match="the Hub names the commit .*; allowed: 40 hex digits"):
         hub_datasets.resolve("hf://datasets/owner/chats/a.jsonl", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ({"license": ["mit", "other"]}, "mit, other"),
+        ({"license": {"a": 1}}, "{'a': 1}"),
+        ({"license": "mit\x1b[31m\n"}, "mit\\x1b[31m\\n"),
+        ({"license": None}, "none named"),
+    ],
+)
+def test_a_card_may_hold_anything(hub: StubHub, tmp_path: Path, card: dict[str, Any], licence: str) -> None:
+    hub.datasets["owner/chats"].card = card
+    assert fetch("owner/chats/c.jsonl", tmp_path)[2][0].endswith(f"; licence: {licence}")
+
+
+def test_what_the_hub_names_leads_nowhere_else(hub: StubHub, tmp_path: Path) -> None:
+    hub.datasets["owner/bad"] = StubDataset({"main": {"../../x.jsonl": b"x\n", "\x1b.jsonl": b"x\n"}})
+    with pytest.raises(UserError, match=r"cannot be fetched \(ValueError: Invalid filename") as failure:
+        fetch("owner/bad/../../x.jsonl", tmp_path)
+    with pytest.raises(UserError, match=r"its repository holds: \\x1b.jsonl"):
+        fetch("owner/bad/none.jsonl", tmp_path)
+    assert "reached" not in str(failure.value)
+    assert not list(tmp_path.parent.glob("x*"))
+
+
+def test_bytes_other_than_those_announced_are_removed(
+    hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = hub_stub._answer
+
+    def damaged(stub: StubHub, path: str) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answer(stub, path)
+        return status, headers, b"X\n" if body == b"c\n" else body
+
+    monkeypatch.setattr(hub_stub, "_answer", damaged)
+    with pytest.raises(UserError, match="the bytes of 'c.jsonl' are not those that the Hub announced"):
+        fetch("owner/chats/c.jsonl", tmp_path)
+    monkeypatch.setattr(hub_stub, "_answer", answer)
+    assert fetch("owner/chats/c.jsonl", tmp_path)[1] == [b"c\n"]

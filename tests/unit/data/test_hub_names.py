@@ -108,3 +108,7 @@ def test_local_names_are_readable_and_distinct() -> None:
         "chats-1_5-b",
     ]
     assert len(set(local_names("owner/chats", ["a/b.jsonl", "a-b.jsonl"]))) == 2
+    assert local_names("owner/chats", ["../a\x1b[31m\n.jsonl"]) == ["chats-__-a_[31m_.jsonl"]
+    long = local_names("owner/chats", [f"{letter * 300}/{chr(0x1F600) * 300}.jsonl.gz" for letter in "ab"])
+    assert len(set(long)) == 2
+    assert all(len(name.encode()) < 240 and name.endswith(".jsonl.gz") for name in long)

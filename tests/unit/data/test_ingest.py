@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import copy
-import inspect
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dflash_core.config import DataConfig
-from dflash_core.data import format_detection, formats
 from dflash_core.data import ingest as ingest_module
 from dflash_core.data.chat import ChatEncoder, Sample
 from dflash_core.data.ingest import fit_length, ingest_file, ingest_key_fields, source_name
 from dflash_core.data.store import TokenStore
 from dflash_core.errors import UserError
 from tests.support.chat_families import MASK_TOKEN_ID, TEMPLATES, small_tokenizer
-from tests.support.row_files import chat, lines, write_rows
-
-
-def ingest(path: Path, content: bytes | None = None, **settings_: Any) -> tuple[dict[str, Any], Path]:
-    if content is not None:
-        path.write_bytes(content)
-    out = path.parent / f"{path.name}.shard"
-    config = DataConfig(**{"max_reject_share": 1.0, **settings_})
-    return ingest_file(path, config, small_tokenizer(), out, mask_token_id=MASK_TOKEN_ID), out
-
-
-def rejects_of(shard: Path, place: str = "line") -> list[tuple[int, str]]:
-    return [(r[place], r["reason"]) for r in pq.read_table(shard / "rejects.parquet").to_pylist()]
+from tests.support.row_files import chat, ingest, lines, rejects_of, write_rows
 
 
 def test_counts_and_lines_of_a_dirty_file(tmp_path: Path) -> None:
@@ -238,17 +219,6 @@ def test_text_from_data_is_sanitised_in_reports(tmp_path: Path) -> None:
     assert source_name(Path("a\udcff.jsonl")) == "a?"
 
 
-def test_blank_lines_do_not_hide_the_format(tmp_path: Path) -> None:
-    manifest, _ = ingest(tmp_path / "x.jsonl", b"\n" * 300 + lines([chat("q", "yes")]))
-    assert (manifest["num_blank"], manifest["num_samples"]) == (300, 1)
-
-
-def test_limit_counts_rows_not_lines(tmp_path: Path) -> None:
-    content = b"\n" + lines([chat("q1", "yes")]) + b"\n{\n" + lines([chat("q2", "yes"), chat("q3", "yes")])
-    manifest, _ = ingest(tmp_path / "x.jsonl", content, limit=3)
-    assert (manifest["num_rows"], manifest["num_samples"], manifest["num_rejected"]) == (3, 2, 1)
-
-
 def test_batch_borders_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [chat("q" * (n % 7), f"yes {n}" if n % 5 else "<|im_end|> no") for n in range(100)]
     whole, _ = ingest(tmp_path / "x.jsonl", lines(rows))
@@ -321,22 +291,6 @@ def test_the_place_of_a_reject_is_that_of_its_container(tmp_path: Path) -> None:
         assert next(iter(manifest["reject_examples"].values()))[0].startswith(texts[name])
 
 
-def test_every_column_that_the_code_names_is_read() -> None:
-    """Each text by which `row[...]` or `row.get(...)` is read in the formats and their detection."""
-    names = set()
-    for module in (formats, format_detection):
-        for node in ast.walk(ast.parse(inspect.getsource(module))):
-            key = None
-            if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "row":
-                key = node.slice
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "row.get":
-                key = node.args[0]
-            if isinstance(key, ast.Constant):
-                names.add(key.value)
-    assert {"tools", "rejection", "input_ids", "history"} <= names
-    assert names <= ingest_module.READ_COLUMNS
-
-
 def test_key_fields_hold_the_template_by_content(tmp_path: Path) -> None:
     template = tmp_path / "a.jinja"
     template.write_text(TEMPLATES["gemma"])
@@ -350,140 +304,8 @@ def test_key_fields_hold_the_template_by_content(tmp_path: Path) -> None:
         ingest_key_fields(DataConfig(chat_template=str(tmp_path / "none.jinja")))
 
 
-NASTY = [
-    b"null", b"[]", b"{}", b'""', b"1e999", b"NaN", b"\\ud800", b"\xff", b"\0", b"<|im_end|>", b"<|mask|>",
-    b"\n", b"\r", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"\xe2\x80\xa8", b'"role": 3', b"[" * 2000,
-    b"\xef\xbb\xbf",
-]  # fmt: skip
-
-
-def mutate(row: bytes, generator: random.Random) -> bytes:
-    """Return the row after one to three random edits: cut, repeated, inserted or overwritten bytes."""
-    for _ in range(generator.randint(1, 3)):
-        position, length = generator.randrange(len(row) + 1), generator.randint(0, 12)
-        kind = generator.randrange(5)
-        if kind == 0:
-            row = row[:position]
-        elif kind == 1:
-            row = row[:position] + bytes([generator.randrange(256)]) + row[position + 1 :]
-        elif kind == 2:
-            row = row[:position] + generator.choice(NASTY) + row[position:]
-        elif kind == 3:
-            row = row[:position] + generator.choice(NASTY) + row[position + length :]
-        else:
-            row = row[:position] + row[position : position + length] * 2 + row[position:]
-    return row
-
-
-NASTY_VALUES: list[Any] = [
-    None, True, 0, 2**70, "", "a", "assistant", "\ud800", "\ufdd0", "\0", "<|im_end|>", "<|mask|>", "null",
-    "[{}]", [], {}, [1], [[]], [{}], {"role": 3}, {"name": "f"}, ["user", "assistant"],
-]  # fmt: skip
-
-
-def mutate_value(value: Any, generator: random.Random) -> Any:
-    """Return the value with one random part replaced: still JSON, but of another shape."""
-    if isinstance(value, dict) and value and generator.random() < 0.9:
-        key = generator.choice(list(value))
-        return {**value, key: mutate_value(value[key], generator)}
-    if isinstance(value, list) and value and generator.random() < 0.9:
-        position = generator.randrange(len(value))
-        mutated = mutate_value(value[position], generator)
-        return [*value[:position], mutated, *value[position + 1 :]]
-    return generator.choice(NASTY_VALUES)
-
-
-WITH_CALLS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def some_tokenizer(seed: int) -> Any:
-    """Return the tokenizer of a family, or one whose template renders tool calls and reasoning."""
-    families = [*TEMPLATES, "calls"]
-    family = families[seed % len(families)]
-    if family in TEMPLATES:
-        return small_tokenizer(family)
-    tokenizer = copy.copy(small_tokenizer())
-    tokenizer.chat_template = WITH_CALLS
-    return tokenizer
-
-
-SEEDS = [
-    chat("What is this?", "hello world"),
-    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a b c"}], "system": "s"},
-    {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "q"}]},
-            {"role": "assistant", "content": "yes"},
-        ]
-    },
-    {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{}"}]}]},
-    {
-        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": "{}"}],
-        "tools": "[]",
-    },
-    {"rejection": {"reason": "r", "detail": "d"}},
-    {"instruction": "i", "input": "x", "output": "o"},
-    {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "yes", "reasoning": "hm"},
-        ]
-    },
-]
-
-
-def check_mutated_file(directory: Path, seed: int, num_rows: int) -> int:
-    """Check that each mutated row becomes a sample, a reject or a blank line; return the number of lines."""
-    generator = random.Random(seed)
-    content = lines([SEEDS[0]])
-    for number in range(num_rows):
-        row = generator.choice(SEEDS)
-        if number % 2:
-            content += lines([mutate_value(row, generator)])
-        else:
-            content += mutate(json.dumps(row).encode(), generator) + b"\n"
-    (directory / "x.jsonl").write_bytes(content)
-    shard = directory / "shard"
-    config = DataConfig(max_reject_share=1.0, reasoning=generator.choice(("keep", "drop")))
-    manifest = ingest_file(
-        directory / "x.jsonl", config, some_tokenizer(seed), shard, mask_token_id=MASK_TOKEN_ID
-    )
-    physical = content.split(b"\n")[:-1]
-    blanks = sum(not line.removeprefix(b"\xef\xbb\xbf").strip() for line in physical)
-    assert manifest["num_rows"] == manifest["num_samples"] + manifest["num_rejected"]
-    assert manifest["num_rows"] + manifest["num_blank"] == len(physical)
-    assert manifest["num_blank"] == blanks
-    rejected_lines = [line for line, _ in rejects_of(shard)]
-    assert rejected_lines == sorted(set(rejected_lines))
-    store = TokenStore.open([shard])
-    assert len(store) == manifest["num_samples"]
-    assert all((store.token_ids(i) != MASK_TOKEN_ID).all() for i in range(len(store)))
-    return len(physical)
-
-
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None, derandomize=True)
-def test_mutated_rows_are_samples_rejects_or_blanks(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
-    check_mutated_file(tmp_path_factory.mktemp("fuzz"), seed, 40)
-
-
-@pytest.mark.long
-def test_a_hundred_thousand_mutated_rows(tmp_path: Path) -> None:
-    assert sum(check_mutated_file(tmp_path, seed, 500) for seed in range(200)) >= 100_000
-
-
-@given(content=st.binary(max_size=200), name=st.sampled_from(["x.jsonl", "x.json", "x.parquet", "x"]))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_bytes_are_a_data_set_or_a_user_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str
-) -> None:
-    prefix = (b"", b"[", b"{", b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd")[len(content) % 6]
-    with pytest.raises(UserError, match="data.files"):
-        ingest(tmp_path_factory.mktemp("bytes") / name, prefix + content)
+def test_a_row_without_a_turn_of_the_assistant_has_no_supervised_turn(tmp_path: Path) -> None:
+    rows = [chat("q", "yes"), {"messages": [{"role": "user", "content": "q"}]}]
+    manifest, shard = ingest(tmp_path / "x.jsonl", lines(rows))
+    assert rejects_of(shard) == [(2, "no supervised turn")]
+    assert "no turn of the assistant" in manifest["reject_examples"]["no supervised turn"][0]

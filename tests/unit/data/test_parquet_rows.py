@@ -13,7 +13,8 @@ from dflash_core.config import DataConfig
 from dflash_core.data import raw_rows
 from dflash_core.data.chat import Rejection
 from dflash_core.data.containers import read_rows
-from dflash_core.data.ingest import ingest_file, open_rows
+from dflash_core.data.ingest import ingest_file
+from dflash_core.data.source_rows import open_rows
 from dflash_core.errors import UserError
 from tests.support.chat_families import small_tokenizer
 from tests.support.row_files import chat

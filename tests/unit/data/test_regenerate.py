@@ -126,6 +126,10 @@ def test_turns_follow_the_targets_own_answers_and_rows_keep_order_and_ids(tmp_pa
         {"instruction": "q", "input": "", "output": "old", "id": 1},
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "old"}], "id": 1},
         {"question": "q", "answer": "old", "id": 1},
+        {"instruction": "q", "id": 1},
+        {"prompt": "q", "response": None, "id": 1},
+        {"prompt": "q", "id": 1},
+        {"prompt": [{"role": "user", "content": "q"}], "id": 1},
     ],
 )
 def test_every_format_comes_out_as_messages_without_the_old_answer(tmp_path: Path, row: Row) -> None:

@@ -52,6 +52,14 @@ def test_a_glob_ends_where_links_form_loops(chats: Path) -> None:
     assert names(chats, "**") == names(chats, "**/**/*")
 
 
+def test_brackets_of_a_directory_are_its_name(chats: Path) -> None:
+    for name in ("run[1]", "run1"):
+        (chats / name).mkdir()
+        (chats / name / "x.jsonl").write_text("{}")
+    assert names(chats, "run[1]/*.jsonl") == ["run[1]/x.jsonl"]
+    assert names(chats, "run[0-9]/*.jsonl") == ["run1/x.jsonl"]
+
+
 def test_the_home_of_an_unknown_user_is_a_name_without_files() -> None:
     with pytest.raises(UserError, match="data.files: '~nobody-of-this-name/x' has no file"):
         find_files(["~nobody-of-this-name/x"])
