@@ -123,7 +123,7 @@ class Chaos:
     def _repeat(
         self, scene: Scene, fault: Fault, rng: random.Random, story: list[str], defects: list[str]
     ) -> None:
-        """Repeat the command until one that nothing struck has succeeded."""
+        """Repeat the command until it succeeds; the first ones are struck."""
         num_strikes = 1 if fault.is_survived else rng.choice([1, 1, 2, MAX_STRIKES])
         for i in range(MAX_COMMANDS):
             is_struck, ended, words = self._command(scene, fault if i < num_strikes else None, rng, defects)
@@ -131,7 +131,8 @@ class Chaos:
             defects += scene.orphans()
             if complaint := ended.complaint():
                 defects.append(complaint)
-            if ended.code == 0 and i + 1 >= num_strikes:
+            # A finished run is only skipped by the next command.
+            if ended.code == 0:
                 return
             if ended.code and (fault.is_survived or not is_struck):
                 defects.append(f"failed with {ended.code}: {ended.answer()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
 import shutil
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.support.chaos_scene import Ended, Scene, send
-from benchmarks.support.flow_runs import ROOT, write_rows
+from benchmarks.support.flow_runs import ROOT, without_servers, write_rows
 from benchmarks.support.prefect_services import free_port, kill_group, wait_until_healthy
 
 # Moments by name: files whose appearance marks them. Every moment is followed by a random pause.
@@ -169,7 +168,7 @@ class Rewrite(Fault):
         if self.is_same:
             path.write_bytes(backup.read_bytes())
         else:
-            write_rows(path, 100, seed=rng.randrange(1000))
+            write_rows(path, 50, seed=rng.randrange(1000))
         self.path, self.backup = path, backup
         return f"{path.name} with {'the same' if self.is_same else 'other'} rows"
 
@@ -276,14 +275,12 @@ class TrackingServer(Fault):
         self._start()
 
     def _start(self) -> None:
-        database = f"sqlite:///{self.scene_root}/tracking/mlflow.db"
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", self.port]
-        command += ["--workers", "1", "--backend-store-uri", database]
-        command += ["--artifacts-destination", str(self.scene_root / "tracking" / "artifacts")]
-        quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        root = self.scene_root / "tracking"
+        command = [sys.executable, "-m", "flows.runtime.mlflow_server", "--port", self.port]
+        command += ["--storage-root", str(root), "--workers", "1"]
         with open(self.scene_root / "tracking.log", "ab") as log:
             self.server = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True
+                command, cwd=ROOT, env=without_servers(), stdout=log, stderr=log, start_new_session=True
             )
         wait_until_healthy(f"http://127.0.0.1:{self.port}")
 

@@ -28,6 +28,8 @@ MEASURED = {
 }
 # Names of temporary files and directories: of dflash_core.files, of checkpoints, links and removed outputs.
 TEMPORARY = re.compile(r"\..+-\d+-[0-9a-f]{8}|.+\.tmp|\.latest\..+|\.removed-.+")
+# Directories of Prefect's worker, which removes them some time after the end of a run, unless it was killed.
+OF_THE_WORKER = "prefect-workspace-attempt-"
 
 
 def run_results(storage_root: Path, deployment: str = "quickstart") -> dict[str, Any]:
@@ -85,7 +87,8 @@ def _temporary_files(storage_root: Path, temporary: Path) -> Iterator[str]:
             if TEMPORARY.fullmatch(name):
                 yield f"temporary left: {Path(parent, name).relative_to(storage_root)}"
     for path in temporary.iterdir():
-        yield f"temporary left in TMPDIR: {path.name}"
+        if not path.name.startswith(OF_THE_WORKER):
+            yield f"temporary left in TMPDIR: {path.name}"
 
 
 def _incomplete_entries(storage_root: Path) -> Iterator[str]:

@@ -19,11 +19,12 @@ import psutil
 from benchmarks.support.chaos_results import family, role_of
 from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, flow_command, flow_environment, write_rows
 from benchmarks.support.tiny_target import make_tiny_target
+from dflash_core.launch.stop_signal import STOP_SECONDS
 
 # A command that has not ended by then hangs.
 LIMIT_SECONDS = 600.0
-# Processes may outlive the command for so long.
-ORPHAN_SECONDS = 10.0
+# Processes may outlive the command for so long: a rank has 15 s from SIGTERM to its end.
+ORPHAN_SECONDS = STOP_SECONDS + 10.0
 SHIFTED_CLOCK = ROOT / "benchmarks" / "support" / "shifted_clock"
 
 SETTINGS: dict[str, Any] = {
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "training": {
         **SMALL_SETTINGS["training"],
         "topology": "split",
-        "epochs": 3,
+        "epochs": 2,
         "compute_dtype": "float32",
         "validate_every": 10,
         "checkpoint_every_steps": 5,
@@ -86,7 +87,7 @@ class Scene:
     def make_inputs(self) -> None:
         """Write the target and two files of data."""
         make_tiny_target(self.root / "target")
-        for name, num_rows, seed in (("a.jsonl", 120, 0), ("b.jsonl", 60, 1)):
+        for name, num_rows, seed in (("a.jsonl", 60, 0), ("b.jsonl", 30, 1)):
             write_rows(self.root / "data" / name, num_rows, seed=seed)
 
     def clear(self) -> None:

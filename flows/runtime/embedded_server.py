@@ -25,6 +25,7 @@ from dflash_core.databases import check_database
 from dflash_core.errors import UserError
 from dflash_core.launch.stop_signal import end_with_parent, known_parent
 from flows.runtime import access
+from tasks.storage import locks
 
 # An idle machine needs 10 to 15.
 STARTUP_SECONDS = 300.0
@@ -119,7 +120,10 @@ class EmbeddedServer:
         code = self._process.poll()
         outcome = "did not answer" if code is None else f"ended with code {code}"
         self.stop()
-        raise RuntimeError(f"Prefect's embedded server {outcome}; its log is {self.log_path}")
+        raise RuntimeError(
+            f"Prefect's embedded server {outcome}; its log is {self.log_path}. Run the same command again; "
+            f"where the log names {_database()} again, {REMEDY}"
+        )
 
     def stop(self) -> None:
         """End the server after sending it the events and logs of this process; may be called twice."""
@@ -142,7 +146,11 @@ def _check_database() -> None:
     """Check Prefect's database, unless the user names another one."""
     named = ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL")
     if "PREFECT_HOME" in os.environ and not any(name in os.environ for name in named):
-        check_database(Path(os.environ["PREFECT_HOME"]) / "prefect.db", REMEDY)
+        check_database(_database(), REMEDY)
+
+
+def _database() -> Path:
+    return Path(os.environ["PREFECT_HOME"]) / "prefect.db"
 
 
 def _send_pending() -> None:
@@ -180,17 +188,30 @@ def serve(port: int, host: str = "127.0.0.1", names: Sequence[str] = ()) -> None
         names: names and addresses, besides those of loopback, under which it is reached.
     """
     import uvicorn
+    from uvicorn.main import STARTUP_FAILURE
 
-    uvicorn.run(
-        lambda: access.protected_app(names),
-        factory=True,
-        host=host,
-        port=port,
-        log_level="error",
-        lifespan="on",
-        # Connections of clients that listen for events never end by themselves.
-        timeout_graceful_shutdown=1,
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            # Prefect creates and changes the tables of its database here; two that do so at once fail.
+            with (Path(os.environ["PREFECT_HOME"]).expanduser() / ".start.lock").open("w") as lock:
+                locks.lock(lock, wait=True)
+                await super().startup(sockets)
+
+    server = Server(
+        uvicorn.Config(
+            lambda: access.protected_app(names),
+            factory=True,
+            host=host,
+            port=port,
+            log_level="error",
+            lifespan="on",
+            # Connections of clients that listen for events never end by themselves.
+            timeout_graceful_shutdown=1,
+        )
     )
+    server.run()
+    if not server.started:
+        sys.exit(STARTUP_FAILURE)
 
 
 if __name__ == "__main__":
