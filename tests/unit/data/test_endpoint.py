@@ -202,7 +202,7 @@ def test_the_stage_asks_the_endpoint(
     from tasks.regenerate import regenerate, regenerate_inputs, where_of
     from tasks.storage.file_digests import FileDigests
 
-    monkeypatch.setenv("A_KEY", "other")
+    monkeypatch.setenv("A_KEY", "key-of-a-test")
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": "x", "prompt": "q", "response": "old"}) + "\n")
     base_url = f"http://127.0.0.1:{server.server_port}/v1"
     settings = {"enabled": True, "base_url": base_url, "model": "served", "api_key_env": "A_KEY"}
@@ -219,7 +219,7 @@ def test_the_stage_asks_the_endpoint(
     row = json.loads(line)
     assert (row["id"], row["messages"][1]["content"]) == ("x", "a to q")
     assert (row["regenerated_by"]["model"], row["regenerated_by"]["base_url"]) == ("served", base_url)
-    assert server.keys == ["Bearer other"]
+    assert server.keys == ["Bearer key-of-a-test"]
     assert server.bodies[0]["chat_template_kwargs"] == arguments
     # The target's generation config names the end of turn of its template.
     assert "stop_token_ids" not in server.bodies[0]
