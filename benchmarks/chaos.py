@@ -167,6 +167,8 @@ def main() -> int:
     given = arguments.parse_args()
     # SIGTERM ends everything that was started as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # Shells let commands in the background ignore SIGINT, and what these start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as temporary:
         root = (given.directory or Path(temporary)).resolve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class Served:
     def __init__(self, root: Path) -> None:
         self.scene = Scene(root)
         path = root / "services"
-        path.mkdir(exist_ok=True)
+        # Those of an earlier session in this directory have their pools.
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
         self.services = PrefectServices(path, root / "target")
         allowed = shlex.split(self.services.environment.get("DFLASH_ALLOWED", ""))
         self.services.environment |= {
