@@ -179,8 +179,9 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     try:
         tracker.catch_up(runs.read_metrics(run.path))
         summary = launch(run.path, config, on_metrics)
+        # A finished run is never opened again, so its MLflow run has ended before.
+        tracker.close("FINISHED")
         write_json(run.path / "finished.json", {"finished": int(time.time()), "summary": summary})
-        status = "FINISHED"
     except Exception:
         raise
     # Ctrl-C, a cancellation.
