@@ -102,8 +102,11 @@ def check_target(out: Path, *, device: str, compute_dtype: str, where: dict[str,
         compute_dtype: as in the settings.
         where: `target_directory`, `trust_remote_code` and `device_map`.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from dflash_core.target import check
 
+    disable_progress_bar()
     directory = Path(where["target_directory"])
     result = check.check_target(
         directory,
