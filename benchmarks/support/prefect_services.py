@@ -202,7 +202,9 @@ class PrefectServices:
         return run_dir
 
     def training_processes(self) -> list[psutil.Process]:
-        return processes_that_name(self.runs)
+        """Return the processes that name the storage root, besides the server."""
+        assert self.server is not None
+        return [p for p in processes_that_name(self.runs) if p.pid != self.server.pid]
 
 
 def count_steps(run_dir: Path) -> int:
