@@ -97,8 +97,8 @@ def test_a_second_run_has_little_to_do(services: PrefectServices) -> None:
     skipped, cached = (services.worker_log().count(text) for text in (SKIPPED, "Finished in state Cached"))
     services.wait_for(services.run(training=training), "COMPLETED")
     assert services.worker_log().count(SKIPPED) == skipped + 1
-    # target, file, profile, edges, ten plans, evaluate
-    assert services.worker_log().count("Finished in state Cached") == cached + 15
+    # target, its check, file, profile, edges, ten plans, evaluate
+    assert services.worker_log().count("Finished in state Cached") == cached + 16
 
 
 def test_a_request_for_the_code_of_a_model_fails(services: PrefectServices) -> None:
