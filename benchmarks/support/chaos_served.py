@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.support.chaos_faults import MOMENTS
 from benchmarks.support.chaos_results import ROLES, family
-from benchmarks.support.chaos_scene import LIMIT_SECONDS, ORPHAN_SECONDS, Scene, send
+from benchmarks.support.chaos_scene import LIMIT_SECONDS, Scene, send
 from benchmarks.support.prefect_services import FINAL_STATES, PrefectServices, kill_group
 
 MAX_RUNS = 5
@@ -24,8 +24,8 @@ MAX_RUNS = 5
 class Served:
     """A server and a worker that outlive the rounds, and are started again where a fault ended them."""
 
-    def __init__(self, root: Path) -> None:
-        self.scene = Scene(root)
+    def __init__(self, root: Path, seconds: float) -> None:
+        self.scene = Scene(root, seconds=seconds)
         path = root / "services"
         # Those of an earlier session in this directory have their pools.
         shutil.rmtree(path, ignore_errors=True)
@@ -95,8 +95,8 @@ class Served:
         return True
 
     def orphans(self) -> list[str]:
-        """Return the processes of a run that outlive it by `ORPHAN_SECONDS`, and end them."""
-        deadline = time.monotonic() + ORPHAN_SECONDS
+        """Return the processes of a run that outlive it, and end them."""
+        deadline = time.monotonic() + self.scene.orphan_seconds
         while (left := self.of("run")) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = [f"orphan {p.pid}: {' '.join(p.cmdline())[:160]}" for p in left]
@@ -114,7 +114,7 @@ def _kill(role: str) -> Callable[[Served, str, random.Random], str]:
     def strike(served: Served, flow_run: str, rng: random.Random) -> str:
         num_sent = send(served.of(role), signal.SIGKILL)
         time.sleep(rng.uniform(0.0, 10.0))
-        return f"SIGKILL to {num_sent} of {role}"
+        return f"SIGKILL to {num_sent} of {role}" if num_sent else ""
 
     return strike
 
@@ -122,10 +122,10 @@ def _kill(role: str) -> Callable[[Served, str, random.Random], str]:
 def _pause(role: str) -> Callable[[Served, str, random.Random], str]:
     def strike(served: Served, flow_run: str, rng: random.Random) -> str:
         seconds, victims = rng.uniform(1.0, 15.0), served.of(role)
-        send(victims, signal.SIGSTOP)
+        num_sent = send(victims, signal.SIGSTOP)
         time.sleep(seconds)
         send(victims, signal.SIGCONT)
-        return f"{len(victims)} of {role} stopped for {seconds:.1f} s"
+        return f"{num_sent} of {role} stopped for {seconds:.1f} s" if num_sent else ""
 
     return strike
 
@@ -146,33 +146,33 @@ SERVED: dict[str, Callable[[Served, str, random.Random], str]] = {
 }
 
 
-def served_round(
-    served: Served, name: str, rng: random.Random, seconds: float
-) -> tuple[list[str], list[str]]:
-    """Request a run under a fault, and again until one has completed; return story and defects."""
-    story: list[str] = []
-    defects: list[str] = []
+def served_round(served: Served, name: str, rng: random.Random, story: list[str], defects: list[str]) -> int:
+    """Request a run under a fault, and again until one has completed; return how often it struck."""
+    struck = 0
     served.revive()
     served.scene.clear()
     for i in range(MAX_RUNS):
         flow_run = served.request()
         if i == 0:
-            when, is_now = _moment(served, rng, seconds)
+            when, is_now = _moment(served, rng)
             if served.wait(flow_run, is_now):
-                story.append(f"{SERVED[name](served, flow_run, rng)} at {when}")
+                what = SERVED[name](served, flow_run, rng)
+                story.append(f"{what or 'nothing to strike'} at {when}")
+                struck = int(bool(what))
             served.revive()
         served.wait(flow_run, lambda: False)
         state = served.services.state(flow_run)
         story.append(state)
         defects += served.orphans()
         if state == "COMPLETED":
-            return story, defects
-    return story, [*defects, f"no run of {MAX_RUNS} has completed"]
+            return struck
+    defects.append(f"no run of {MAX_RUNS} has completed")
+    return struck
 
 
-def _moment(served: Served, rng: random.Random, seconds: float) -> tuple[str, Callable[[], bool]]:
+def _moment(served: Served, rng: random.Random) -> tuple[str, Callable[[], bool]]:
     """Return a random moment of a run, in words and as a condition."""
-    started, after = time.monotonic(), rng.uniform(0.0, 1.5 * seconds)
+    started, after = time.monotonic(), rng.uniform(0.0, 1.5 * served.scene.seconds)
     when = rng.choice([*MOMENTS, ""])
     if not when:
         return f"{after:.1f} s", lambda: time.monotonic() - started > after
