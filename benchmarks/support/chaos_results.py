@@ -27,7 +27,8 @@ MEASURED = {
 }
 # Hidden files that stay; every other hidden name is a temporary one, and so are checkpoints that end in .tmp.
 HIDDEN_FILES = {".lock", ".start.lock", ".mlflow.lock", ".metadata"}
-# Directories of Prefect's worker, which removes them some time after the end of a run, unless it was killed.
+# Directories of Prefect's worker, which removes each some time after the end of its run. A worker that was
+# killed leaves them; only their owner can read them.
 OF_THE_WORKER = "prefect-workspace-attempt-"
 
 

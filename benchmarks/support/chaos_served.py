@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.support.chaos_faults import MOMENTS
-from benchmarks.support.chaos_results import ROLES, family
+from benchmarks.support.chaos_results import OF_THE_WORKER, ROLES, family
 from benchmarks.support.chaos_scene import LIMIT_SECONDS, Scene, send
 from benchmarks.support.prefect_services import FINAL_STATES, PrefectServices, kill_group
 
@@ -94,6 +94,20 @@ class Served:
             time.sleep(0.02)
         return True
 
+    def complaint(self, flow_run: str) -> str | None:
+        """Return why the state of a run that has ended is not one message, or None."""
+        state = self.services.inspect(flow_run)["state"]
+        message = (state["message"] or "").strip()
+        is_one = message and "\n" not in message and "Traceback" not in message
+        return None if is_one or state["type"] == "COMPLETED" else f"{state['type']} with {message!r}"
+
+    def workspaces(self) -> list[str]:
+        """Return the directories of Prefect's worker in TMPDIR that outlive a run by `orphan_seconds`."""
+        deadline = time.monotonic() + self.scene.orphan_seconds
+        while (left := [*self.scene.temporary.glob(f"{OF_THE_WORKER}*")]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [f"temporary left in TMPDIR: {path.name}" for path in left]
+
     def orphans(self) -> list[str]:
         """Return the processes of a run that outlive it, and end them."""
         deadline = time.monotonic() + self.scene.orphan_seconds
@@ -164,7 +178,12 @@ def served_round(served: Served, name: str, rng: random.Random, story: list[str]
         state = served.services.state(flow_run)
         story.append(state)
         defects += served.orphans()
+        if complaint := served.complaint(flow_run):
+            defects.append(complaint)
         if state == "COMPLETED":
+            # A worker that is killed cannot remove its own.
+            if name not in ("served-kill-worker", "served-power-loss"):
+                defects += served.workspaces()
             return struck
     defects.append(f"no run of {MAX_RUNS} has completed")
     return struck
