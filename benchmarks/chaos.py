@@ -18,6 +18,7 @@ anything differed. The moments and victims follow from the seed, the fault and t
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import sys
@@ -219,12 +220,11 @@ def main() -> int:
             chaos.run_undisturbed()
             order = list(given.only)
             random.Random(given.seed).shuffle(order)
-            while time.monotonic() < stop:
-                for name in order:
-                    if time.monotonic() < stop:
-                        chaos.round(name, given.round)
-                if given.round is not None:
+            for name in order if given.round is not None else itertools.cycle(order):
+                # On a machine of any speed, something is struck.
+                if time.monotonic() > stop and any(tally.strikes for tally in chaos.tallies.values()):
                     break
+                chaos.round(name, given.round)
         finally:
             chaos.close()
     chaos.print_table()

@@ -183,20 +183,21 @@ class Rewrite(Fault):
 
 
 @dataclass
-class ClockBack(Fault):
-    """The clock of every process jumps back by minutes, hours or days."""
+class Clock(Fault):
+    """The clock of every process jumps back by a minute, an hour or a month; `direction` -1: ahead."""
 
     is_survived: bool = True
+    direction: int = 1
 
     def prepare(self, scene: Scene, rng: random.Random) -> None:
         self.switch = scene.root / "clock-switch"
         self.switch.unlink(missing_ok=True)
-        seconds = rng.choice([60, 3600, 30 * 86400])
+        seconds = self.direction * rng.choice([60, 3600, 30 * 86400])
         scene.environment |= {"DFLASH_CLOCK_SWITCH": str(self.switch), "DFLASH_CLOCK_SHIFT": str(seconds)}
 
     def strike(self, scene: Scene, rng: random.Random) -> str:
         self.switch.touch()
-        return f"back by {scene.environment['DFLASH_CLOCK_SHIFT']} s"
+        return f"the clock is {scene.environment['DFLASH_CLOCK_SHIFT']} s late"
 
 
 @dataclass
@@ -324,7 +325,8 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "full-disk": FullDisk,
     "rewrite-same": Rewrite,
     "rewrite-other": lambda: Rewrite(is_same=False),
-    "clock-back": ClockBack,
+    "clock-back": Clock,
+    "clock-ahead": lambda: Clock(direction=-1),
     "second-flow": SecondFlow,
     "prune": Prune,
     "locked-mlflow": LockedDatabase,

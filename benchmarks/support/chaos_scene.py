@@ -21,10 +21,8 @@ from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, flow_command, flo
 from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.launch.stop_signal import STOP_SECONDS
 
-# A command that has not ended by then hangs.
-LIMIT_SECONDS = 600.0
-# Seconds of an undisturbed run on an idle machine with two cores.
-IDLE_SECONDS = 45.0
+# Seconds of an undisturbed run on an idle machine with two cores, and where nothing is known of the machine.
+IDLE_SECONDS, UNKNOWN_SECONDS = 45.0, 360.0
 SHIFTED_CLOCK = ROOT / "benchmarks" / "support" / "shifted_clock"
 
 SETTINGS: dict[str, Any] = {
@@ -76,7 +74,12 @@ class Scene:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     process: subprocess.Popen[bytes] | None = None
     # Of an undisturbed run on this machine, under its present load.
-    seconds: float = IDLE_SECONDS
+    seconds: float = UNKNOWN_SECONDS
+
+    @property
+    def limit_seconds(self) -> float:
+        """Time after which a command, or a run through a server, counts as hanging."""
+        return max(600.0, 10.0 * self.seconds)
 
     @property
     def orphan_seconds(self) -> float:
@@ -139,7 +142,7 @@ class Scene:
         Raises:
             subprocess.TimeoutExpired: it hangs.
         """
-        code = process.wait(LIMIT_SECONDS)
+        code = process.wait(self.limit_seconds)
         texts = [(self.root / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
         return Ended(code, *texts)
 

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.support.chaos_faults import MOMENTS
 from benchmarks.support.chaos_results import OF_THE_WORKER, ROLES, family
-from benchmarks.support.chaos_scene import LIMIT_SECONDS, Scene, send
+from benchmarks.support.chaos_scene import Scene, send
 from benchmarks.support.prefect_services import FINAL_STATES, PrefectServices, kill_group
 
 MAX_RUNS = 5
@@ -83,10 +83,11 @@ class Served:
 
     def wait(self, flow_run: str, is_now: Callable[[], bool]) -> bool:
         """Return True at a moment of the run, or False where it ends before; raises TimeoutError."""
-        deadline, looked = time.monotonic() + LIMIT_SECONDS, 0.0
+        limit, looked = self.scene.limit_seconds, 0.0
+        deadline = time.monotonic() + limit
         while not is_now():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the run is {self.services.state(flow_run)} after {LIMIT_SECONDS:.0f} s")
+                raise TimeoutError(f"the run is {self.services.state(flow_run)} after {limit:.0f} s")
             if time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
                 if self.is_over(flow_run):

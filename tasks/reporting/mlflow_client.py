@@ -82,8 +82,9 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
 
     root, uri = Path(config.storage_root).resolve(), tracking_uri(config)
     root.mkdir(parents=True, exist_ok=True)
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It prints the traceback of each error that it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with (root / ".mlflow.lock").open("w") as lock:
         locks.lock(lock, wait=True)
         artifacts = None
