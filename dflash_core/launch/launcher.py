@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -145,9 +146,8 @@ def start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | 
         print(title, *commands, sep="\n  ", flush=True)
         return None
     command = [sys.executable, "-m", "dflash_core.launch.launcher", *torchrun_arguments(training, run_json)]
-    # torchrun's log of each rank's exit is suppressed: our one message names the cause.
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node(training))
-    environment = {"LOGLEVEL": "CRITICAL", "OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
     return subprocess.Popen(command, env=environment, process_group=0)
 
 
@@ -273,11 +273,13 @@ def notify(hook: str | None, run_dir: Path, message: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run torchrun so that it ends with its parent and prints no tracebacks; return its exit code."""
     end_with_parent(TERMINATE_SECONDS)
-    os.environ |= known_parent()  # for the ranks
+    os.environ |= {"LOGLEVEL": "CRITICAL", **known_parent()}  # for torchrun, for the ranks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # Its log of each rank's exit: our one message names the cause. Single modules read LOGLEVEL.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(arguments)
     except ChildFailedError:
