@@ -44,7 +44,6 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.revive()
         self.services.__exit__()
         send(family(self.scene.token), signal.SIGKILL)
 
