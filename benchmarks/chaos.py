@@ -11,17 +11,21 @@ plans, losses and drafter then equal those of an undisturbed run bit for bit; no
 incomplete entry of the store or open note is left; and each command that failed has answered with one
 message.
 
-Every round starts with an empty storage root. Prints a line per fault and one line of JSON; exits with 1 if
+Every round starts with an empty storage root. A round whose fault found nothing to strike is `missed`, and
+counts as no fault. Prints a line per round, a table of the kinds and one line of JSON; exits with 1 if
 anything differed. The moments and victims follow from the seed, the fault and the number of its round.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,17 @@ from benchmarks.support.command import parser, print_json
 MAX_STRIKES = 3
 # The first command that nothing strikes has to succeed; `retry` faults may need one more.
 MAX_COMMANDS = 6
+# Share of the rounds in which the command is repeated once more after its success.
+REPEATED_SHARE = 0.25
+
+
+@dataclass
+class Tally:
+    """What the rounds of one kind of fault have come to."""
+
+    rounds: int = 0
+    strikes: int = 0
+    failures: int = 0
 
 
 class Chaos:
@@ -44,10 +59,10 @@ class Chaos:
         self.root, self.seed = root, seed
         self.expected: dict[str, Any] = {}
         self.seconds = 0.0
-        self.rounds: dict[str, int] = dict.fromkeys([*FAULTS, *SERVED], 0)
+        self.tallies: dict[str, Tally] = defaultdict(Tally)
         self.served: Served | None = None
-        self.struck: set[str] = set()
-        self.num_rounds = self.num_commands = 0
+        self.num_commands = 0
+        # Without any: not even the undisturbed run was as it should be.
         self.failures: list[str] = []
 
     def run_undisturbed(self) -> None:
@@ -65,11 +80,11 @@ class Chaos:
         self.seconds = time.monotonic() - started
         self.expected = chaos_results.run_results(scene.runs)
         defects = scene.orphans() + chaos_results.defects(scene.runs, scene.temporary)
-        self.report("undisturbed", 0, [f"{self.seconds:.0f} s"], defects)
+        self.report("undisturbed", 0, [f"{self.seconds:.0f} s"], defects, "ok")
 
-    def report(self, name: str, number: int, story: list[str], defects: list[str]) -> None:
+    def report(self, name: str, number: int, story: list[str], defects: list[str], outcome: str) -> None:
         """Print a line, and the defects below it."""
-        outcome = "FAILED" if defects else "ok"
+        outcome = "FAILED" if defects else outcome
         print(f"{name:<18} {number:>3}  {outcome:<6}  {'; '.join(story)}", flush=True)
         for defect in defects:
             print(f"    {defect}", flush=True)
@@ -77,12 +92,16 @@ class Chaos:
             self.failures.append(name)
             print(f"    again: --seed {self.seed} --only {name} --round {number}", flush=True)
 
-    def round(self, name: str) -> None:
-        """Run the pipeline under one fault until it succeeds, and look at what it leaves."""
-        number = self.rounds[name]
-        self.rounds[name] += 1
-        self.num_rounds += 1
-        self.struck.add(name)
+    def round(self, name: str, number: int | None = None) -> None:
+        """Run the pipeline under one fault until it succeeds, and look at what it leaves.
+
+        Args:
+            name: of the fault.
+            number: of the round; None: the next one.
+        """
+        tally = self.tallies[name]
+        number, num_before = tally.rounds if number is None else number, tally.strikes
+        tally.rounds += 1
         rng = random.Random(f"{self.seed} {name} {number}")
         story: list[str] = []
         defects: list[str] = []
@@ -90,14 +109,17 @@ class Chaos:
             (self._served_round if name in SERVED else self._round)(name, rng, story, defects)
         except Exception as error:
             defects.append(f"{type(error).__name__}: {error}")
-        self.report(name, number, story, defects)
+        tally.failures += bool(defects)
+        self.report(name, number, story, defects, "ok" if tally.strikes > num_before else "missed")
 
     def _round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
-        scene, fault = Scene(self.root), FAULTS[name]()
+        scene, fault = Scene(self.root, seconds=self.seconds), FAULTS[name]()
         scene.clear()
         fault.prepare(scene, rng)
         try:
-            self._repeat(scene, fault, rng, story, defects)
+            self.tallies[name].strikes += self._repeat(scene, fault, rng, story, defects)
+            if rng.random() < REPEATED_SHARE:
+                self._repeat_finished(scene, story, defects)
             self._compare(scene, database_of(scene), defects)
         finally:
             send(scene.of("all"), signal.SIGKILL)
@@ -105,10 +127,9 @@ class Chaos:
 
     def _served_round(self, name: str, rng: random.Random, story: list[str], defects: list[str]) -> None:
         if self.served is None:
-            self.served = Served(self.root)
+            self.served = Served(self.root, self.seconds)
             self.served.__enter__()
-        for part, lines in zip((story, defects), served_round(self.served, name, rng, self.seconds)):
-            part += lines
+        self.tallies[name].strikes += served_round(self.served, name, rng, story, defects)
         self._compare(self.served.scene, self.served.scene.runs / "mlflow.db", defects)
 
     def _compare(self, scene: Scene, database: Path, defects: list[str]) -> None:
@@ -122,21 +143,36 @@ class Chaos:
 
     def _repeat(
         self, scene: Scene, fault: Fault, rng: random.Random, story: list[str], defects: list[str]
-    ) -> None:
-        """Repeat the command until it succeeds; the first ones are struck."""
+    ) -> int:
+        """Repeat the command until it succeeds; the first ones are struck. Return how many were."""
         num_strikes = 1 if fault.is_survived else rng.choice([1, 1, 2, MAX_STRIKES])
+        struck = 0
         for i in range(MAX_COMMANDS):
             is_struck, ended, words = self._command(scene, fault if i < num_strikes else None, rng, defects)
+            struck += is_struck
             story.append(f"{words} -> {ended.code}")
             defects += scene.orphans()
             if complaint := ended.complaint():
                 defects.append(complaint)
             # A finished run is only skipped by the next command.
             if ended.code == 0:
-                return
-            if ended.code and (fault.is_survived or not is_struck):
+                return struck
+            if fault.is_survived or not is_struck:
                 defects.append(f"failed with {ended.code}: {ended.answer()}")
         defects.append(f"no success in {MAX_COMMANDS} commands")
+        return struck
+
+    def _repeat_finished(self, scene: Scene, story: list[str], defects: list[str]) -> None:
+        """Repeat the command after its success: it has to skip the training."""
+        self.num_commands += 1
+        ended = scene.end_of(scene.start())
+        defects += scene.orphans()
+        if complaint := ended.complaint():
+            defects.append(complaint)
+        is_skipped = ended.code == 0 and "(skipped)" in ended.output
+        story.append("skipped when repeated" if is_skipped else f"repeated -> {ended.code}")
+        if not is_skipped:
+            defects.append(f"a finished run is not skipped: {ended.code}, {ended.answer()}")
 
     def _command(
         self, scene: Scene, fault: Fault | None, rng: random.Random, defects: list[str]
@@ -146,13 +182,19 @@ class Chaos:
         scene.process = scene.start()
         if fault is None:
             return False, scene.end_of(scene.process), "undisturbed"
-        when, is_now = fault.draw_moment(scene, rng, self.seconds)
+        when, is_now = fault.draw_moment(scene, rng)
         if not scene.wait_until(is_now):
             return False, scene.end_of(scene.process), f"ended before {when}"
         what = fault.strike(scene, rng)
         ended = scene.end_of(scene.process)
         defects += fault.mend(scene)
-        return True, ended, f"{what} at {when}"
+        return bool(what), ended, f"{what or 'nothing to strike'} at {when}"
+
+    def print_table(self) -> None:
+        """Print rounds, strikes and failures of each kind."""
+        print(f"\n{'fault':<20} {'rounds':>6} {'struck':>6} {'failed':>6}")
+        for name, tally in sorted(self.tallies.items()):
+            print(f"{name:<20} {tally.rounds:>6} {tally.strikes:>6} {tally.failures:>6}")
 
 
 def main() -> int:
@@ -178,23 +220,22 @@ def main() -> int:
             chaos.run_undisturbed()
             order = list(given.only)
             random.Random(given.seed).shuffle(order)
-            if given.round is not None:
-                chaos.rounds = dict.fromkeys(chaos.rounds, given.round)
-            while time.monotonic() < stop:
-                for name in order:
-                    if time.monotonic() < stop:
-                        chaos.round(name)
-                if given.round is not None:
+            for name in order if given.round is not None else itertools.cycle(order):
+                # On a machine of any speed, something is struck.
+                if time.monotonic() > stop and any(tally.strikes for tally in chaos.tallies.values()):
                     break
+                chaos.round(name, given.round)
         finally:
             chaos.close()
-    print(f"{chaos.num_rounds} faults, {chaos.num_commands} commands, {len(chaos.failures)} failures")
+    chaos.print_table()
+    tallies = chaos.tallies.values()
     print_json(
         {
             "seed": given.seed,
-            "faults": chaos.num_rounds,
+            "rounds": sum(tally.rounds for tally in tallies),
+            "faults": sum(tally.strikes for tally in tallies),
             "commands": chaos.num_commands,
-            "kinds": len(chaos.struck),
+            "kinds": sum(tally.strikes > 0 for tally in tallies),
             "undisturbed_seconds": round(chaos.seconds, 1),
             "failures": chaos.failures,
         }

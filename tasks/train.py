@@ -179,8 +179,13 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     try:
         tracker.catch_up(runs.read_metrics(run.path))
         summary = launch(run.path, config, on_metrics)
+        tracker.catch_up(runs.read_metrics(run.path))
         # A finished run is never opened again, so its MLflow run has ended before.
-        tracker.close("FINISHED")
+        if not tracker.close("FINISHED"):
+            raise UserError(
+                f"tracking.uri: {mlflow_client.tracking_uri(config)!r} has not taken all points of the run; "
+                "once it answers, run the same command again: the training is complete, and the rest is sent"
+            )
         write_json(run.path / "finished.json", {"finished": int(time.time()), "summary": summary})
     except Exception:
         raise

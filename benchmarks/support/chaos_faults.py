@@ -58,7 +58,7 @@ class Fault:
         """Change the scene before the first command of a round."""
 
     def strike(self, scene: Scene, rng: random.Random) -> str:
-        """Let it happen; return a few words."""
+        """Let it happen; return a few words, or none where nothing was there to strike."""
         raise NotImplementedError
 
     def mend(self, scene: Scene) -> list[str]:
@@ -68,12 +68,16 @@ class Fault:
     def close(self, scene: Scene) -> None:
         """Undo `prepare` at the end of a round."""
 
-    def draw_moment(self, scene: Scene, rng: random.Random, seconds: float) -> tuple[str, Callable[[], bool]]:
-        """Return a random moment of a run of so many seconds, in words and as a condition."""
+    def draw_moment(self, scene: Scene, rng: random.Random) -> tuple[str, Callable[[], bool]]:
+        """Return a random moment of a run, in words and as a condition."""
         started = time.monotonic()
         if not self.moments and rng.random() < 0.4:
-            after = rng.uniform(0.0, seconds)
-            return f"after {after:.1f} s", lambda: time.monotonic() - started > after
+            after = rng.uniform(0.0, scene.seconds)
+            # Before the command writes its log, Python itself answers to signals.
+            return (
+                f"after {after:.1f} s",
+                lambda: time.monotonic() - started > after and any(scene.matches(["logs/*"])),
+            )
         name = rng.choice(self.moments or tuple(MOMENTS))
         pause = rng.choice([0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 4.0)])
         seen: list[float] = []
@@ -98,7 +102,8 @@ class Kill(Fault):
         victims = sorted(scene.of(self.role), key=lambda p: p.pid)
         if victims and not self.everyone:
             victims = [rng.choice(victims)]
-        return f"{self.number.name} to {send(victims, self.number)} of {self.role}"
+        num_sent = send(victims, self.number)
+        return f"{self.number.name} to {num_sent} of {self.role}" if num_sent else ""
 
 
 @dataclass
@@ -110,10 +115,10 @@ class Pause(Fault):
 
     def strike(self, scene: Scene, rng: random.Random) -> str:
         seconds, victims = rng.uniform(1.0, 12.0), scene.of(self.role)
-        send(victims, signal.SIGSTOP)
+        num_sent = send(victims, signal.SIGSTOP)
         time.sleep(seconds)
         send(victims, signal.SIGCONT)
-        return f"{len(victims)} of {self.role} stopped for {seconds:.1f} s"
+        return f"{num_sent} of {self.role} stopped for {seconds:.1f} s" if num_sent else ""
 
 
 @dataclass
@@ -178,20 +183,21 @@ class Rewrite(Fault):
 
 
 @dataclass
-class ClockBack(Fault):
-    """The clock of every process jumps back by minutes, hours or days."""
+class Clock(Fault):
+    """The clock of every process jumps back by a minute, an hour or a month; `direction` -1: ahead."""
 
     is_survived: bool = True
+    direction: int = 1
 
     def prepare(self, scene: Scene, rng: random.Random) -> None:
         self.switch = scene.root / "clock-switch"
         self.switch.unlink(missing_ok=True)
-        seconds = rng.choice([60, 3600, 30 * 86400])
+        seconds = self.direction * rng.choice([60, 3600, 30 * 86400])
         scene.environment |= {"DFLASH_CLOCK_SWITCH": str(self.switch), "DFLASH_CLOCK_SHIFT": str(seconds)}
 
     def strike(self, scene: Scene, rng: random.Random) -> str:
         self.switch.touch()
-        return f"back by {scene.environment['DFLASH_CLOCK_SHIFT']} s"
+        return f"the clock is {scene.environment['DFLASH_CLOCK_SHIFT']} s late"
 
 
 @dataclass
@@ -319,7 +325,8 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "full-disk": FullDisk,
     "rewrite-same": Rewrite,
     "rewrite-other": lambda: Rewrite(is_same=False),
-    "clock-back": ClockBack,
+    "clock-back": Clock,
+    "clock-ahead": lambda: Clock(direction=-1),
     "second-flow": SecondFlow,
     "prune": Prune,
     "locked-mlflow": LockedDatabase,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +25,10 @@ MEASURED = {
     "speedup",
     "mlflow_run_id",
 }
-# Names of temporary files and directories: of dflash_core.files, of checkpoints, links and removed outputs.
-TEMPORARY = re.compile(r"\..+-\d+-[0-9a-f]{8}|.+\.tmp|\.latest\..+|\.removed-.+")
-# Directories of Prefect's worker, which removes them some time after the end of a run, unless it was killed.
+# Hidden files that stay; every other hidden name is a temporary one, and so are checkpoints that end in .tmp.
+HIDDEN_FILES = {".lock", ".start.lock", ".mlflow.lock", ".metadata"}
+# Directories of Prefect's worker, which removes each some time after the end of its run. A worker that was
+# killed leaves them; only their owner can read them.
 OF_THE_WORKER = "prefect-workspace-attempt-"
 
 
@@ -60,9 +60,16 @@ def _without(value: Any, names: set[str]) -> Any:
     return [_without(v, names) for v in value] if isinstance(value, list) else value
 
 
-def differences(results: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Return a line for each part of the results that differs."""
-    return [f"{name} differs" for name in expected if results.get(name) != expected[name]]
+def differences(results: Any, expected: Any, place: str = "") -> list[str]:
+    """Return a line for each value that differs, with its place in nested mappings and lists."""
+    if isinstance(results, dict) and isinstance(expected, dict):
+        names = sorted({*results, *expected})
+        parts = [(f"{place}.{name}".lstrip("."), results.get(name), expected.get(name)) for name in names]
+    elif isinstance(results, list) and isinstance(expected, list) and len(results) == len(expected):
+        parts = [(f"{place}[{i}]", *pair) for i, pair in enumerate(zip(results, expected))]
+    else:
+        return [] if results == expected else [f"{place} differs: {results!r:.80}, expected {expected!r:.80}"]
+    return [line for name, one, other in parts for line in differences(one, other, name)]
 
 
 def defects(storage_root: Path, temporary: Path, database: Path | None = None) -> list[str]:
@@ -84,7 +91,7 @@ def defects(storage_root: Path, temporary: Path, database: Path | None = None) -
 def _temporary_files(storage_root: Path, temporary: Path) -> Iterator[str]:
     for parent, directories, names in os.walk(storage_root):
         for name in [*directories, *names]:
-            if TEMPORARY.fullmatch(name):
+            if name not in HIDDEN_FILES and (name.startswith(".") or name.endswith(".tmp")):
                 yield f"temporary left: {Path(parent, name).relative_to(storage_root)}"
     for path in temporary.iterdir():
         if not path.name.startswith(OF_THE_WORKER):

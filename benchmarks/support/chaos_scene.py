@@ -21,10 +21,8 @@ from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, flow_command, flo
 from benchmarks.support.tiny_target import make_tiny_target
 from dflash_core.launch.stop_signal import STOP_SECONDS
 
-# A command that has not ended by then hangs.
-LIMIT_SECONDS = 600.0
-# Processes may outlive the command for so long: a rank has 15 s from SIGTERM to its end.
-ORPHAN_SECONDS = STOP_SECONDS + 10.0
+# Seconds of an undisturbed run on an idle machine with two cores, and where nothing is known of the machine.
+IDLE_SECONDS, UNKNOWN_SECONDS = 45.0, 360.0
 SHIFTED_CLOCK = ROOT / "benchmarks" / "support" / "shifted_clock"
 
 SETTINGS: dict[str, Any] = {
@@ -75,6 +73,18 @@ class Scene:
     settings: dict[str, Any] = field(default_factory=dict)
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     process: subprocess.Popen[bytes] | None = None
+    # Of an undisturbed run on this machine, under its present load.
+    seconds: float = UNKNOWN_SECONDS
+
+    @property
+    def limit_seconds(self) -> float:
+        """Time after which a command, or a run through a server, counts as hanging."""
+        return max(600.0, 10.0 * self.seconds)
+
+    @property
+    def orphan_seconds(self) -> float:
+        """Time for which processes may outlive a command: a rank has 15 s from SIGTERM to its end."""
+        return STOP_SECONDS + 10.0 * max(1.0, self.seconds / IDLE_SECONDS)
 
     @property
     def runs(self) -> Path:
@@ -132,7 +142,7 @@ class Scene:
         Raises:
             subprocess.TimeoutExpired: it hangs.
         """
-        code = process.wait(LIMIT_SECONDS)
+        code = process.wait(self.limit_seconds)
         texts = [(self.root / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
         return Ended(code, *texts)
 
@@ -146,8 +156,8 @@ class Scene:
         return found
 
     def orphans(self) -> list[str]:
-        """Return the processes that outlive the command by `ORPHAN_SECONDS`, and end them."""
-        deadline = time.monotonic() + ORPHAN_SECONDS
+        """Return the processes that outlive the command by `orphan_seconds`, and end them."""
+        deadline = time.monotonic() + self.orphan_seconds
         while (left := family(self.token)) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = []

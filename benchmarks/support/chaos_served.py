@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.support.chaos_faults import MOMENTS
-from benchmarks.support.chaos_results import ROLES, family
-from benchmarks.support.chaos_scene import LIMIT_SECONDS, ORPHAN_SECONDS, Scene, send
+from benchmarks.support.chaos_results import OF_THE_WORKER, ROLES, family
+from benchmarks.support.chaos_scene import Scene, send
 from benchmarks.support.prefect_services import FINAL_STATES, PrefectServices, kill_group
 
 MAX_RUNS = 5
@@ -24,8 +24,8 @@ MAX_RUNS = 5
 class Served:
     """A server and a worker that outlive the rounds, and are started again where a fault ended them."""
 
-    def __init__(self, root: Path) -> None:
-        self.scene = Scene(root)
+    def __init__(self, root: Path, seconds: float) -> None:
+        self.scene = Scene(root, seconds=seconds)
         path = root / "services"
         # Those of an earlier session in this directory have their pools.
         shutil.rmtree(path, ignore_errors=True)
@@ -44,7 +44,6 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.revive()
         self.services.__exit__()
         send(family(self.scene.token), signal.SIGKILL)
 
@@ -83,10 +82,11 @@ class Served:
 
     def wait(self, flow_run: str, is_now: Callable[[], bool]) -> bool:
         """Return True at a moment of the run, or False where it ends before; raises TimeoutError."""
-        deadline, looked = time.monotonic() + LIMIT_SECONDS, 0.0
+        limit, looked = self.scene.limit_seconds, 0.0
+        deadline = time.monotonic() + limit
         while not is_now():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the run is {self.services.state(flow_run)} after {LIMIT_SECONDS:.0f} s")
+                raise TimeoutError(f"the run is {self.services.state(flow_run)} after {limit:.0f} s")
             if time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
                 if self.is_over(flow_run):
@@ -94,9 +94,23 @@ class Served:
             time.sleep(0.02)
         return True
 
+    def complaint(self, flow_run: str) -> str | None:
+        """Return why the state of a run that has ended is not one message, or None."""
+        state = self.services.inspect(flow_run)["state"]
+        message = (state["message"] or "").strip()
+        is_one = message and "\n" not in message and "Traceback" not in message
+        return None if is_one or state["type"] == "COMPLETED" else f"{state['type']} with {message!r}"
+
+    def workspaces(self) -> list[str]:
+        """Return the directories of Prefect's worker in TMPDIR that outlive a run by `orphan_seconds`."""
+        deadline = time.monotonic() + self.scene.orphan_seconds
+        while (left := [*self.scene.temporary.glob(f"{OF_THE_WORKER}*")]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [f"temporary left in TMPDIR: {path.name}" for path in left]
+
     def orphans(self) -> list[str]:
-        """Return the processes of a run that outlive it by `ORPHAN_SECONDS`, and end them."""
-        deadline = time.monotonic() + ORPHAN_SECONDS
+        """Return the processes of a run that outlive it, and end them."""
+        deadline = time.monotonic() + self.scene.orphan_seconds
         while (left := self.of("run")) and time.monotonic() < deadline:
             time.sleep(0.2)
         lines = [f"orphan {p.pid}: {' '.join(p.cmdline())[:160]}" for p in left]
@@ -114,7 +128,7 @@ def _kill(role: str) -> Callable[[Served, str, random.Random], str]:
     def strike(served: Served, flow_run: str, rng: random.Random) -> str:
         num_sent = send(served.of(role), signal.SIGKILL)
         time.sleep(rng.uniform(0.0, 10.0))
-        return f"SIGKILL to {num_sent} of {role}"
+        return f"SIGKILL to {num_sent} of {role}" if num_sent else ""
 
     return strike
 
@@ -122,10 +136,10 @@ def _kill(role: str) -> Callable[[Served, str, random.Random], str]:
 def _pause(role: str) -> Callable[[Served, str, random.Random], str]:
     def strike(served: Served, flow_run: str, rng: random.Random) -> str:
         seconds, victims = rng.uniform(1.0, 15.0), served.of(role)
-        send(victims, signal.SIGSTOP)
+        num_sent = send(victims, signal.SIGSTOP)
         time.sleep(seconds)
         send(victims, signal.SIGCONT)
-        return f"{len(victims)} of {role} stopped for {seconds:.1f} s"
+        return f"{num_sent} of {role} stopped for {seconds:.1f} s" if num_sent else ""
 
     return strike
 
@@ -146,33 +160,38 @@ SERVED: dict[str, Callable[[Served, str, random.Random], str]] = {
 }
 
 
-def served_round(
-    served: Served, name: str, rng: random.Random, seconds: float
-) -> tuple[list[str], list[str]]:
-    """Request a run under a fault, and again until one has completed; return story and defects."""
-    story: list[str] = []
-    defects: list[str] = []
+def served_round(served: Served, name: str, rng: random.Random, story: list[str], defects: list[str]) -> int:
+    """Request a run under a fault, and again until one has completed; return how often it struck."""
+    struck = 0
     served.revive()
     served.scene.clear()
     for i in range(MAX_RUNS):
         flow_run = served.request()
         if i == 0:
-            when, is_now = _moment(served, rng, seconds)
+            when, is_now = _moment(served, rng)
             if served.wait(flow_run, is_now):
-                story.append(f"{SERVED[name](served, flow_run, rng)} at {when}")
+                what = SERVED[name](served, flow_run, rng)
+                story.append(f"{what or 'nothing to strike'} at {when}")
+                struck = int(bool(what))
             served.revive()
         served.wait(flow_run, lambda: False)
         state = served.services.state(flow_run)
         story.append(state)
         defects += served.orphans()
+        if complaint := served.complaint(flow_run):
+            defects.append(complaint)
         if state == "COMPLETED":
-            return story, defects
-    return story, [*defects, f"no run of {MAX_RUNS} has completed"]
+            # A worker that is killed cannot remove its own.
+            if name not in ("served-kill-worker", "served-power-loss"):
+                defects += served.workspaces()
+            return struck
+    defects.append(f"no run of {MAX_RUNS} has completed")
+    return struck
 
 
-def _moment(served: Served, rng: random.Random, seconds: float) -> tuple[str, Callable[[], bool]]:
+def _moment(served: Served, rng: random.Random) -> tuple[str, Callable[[], bool]]:
     """Return a random moment of a run, in words and as a condition."""
-    started, after = time.monotonic(), rng.uniform(0.0, 1.5 * seconds)
+    started, after = time.monotonic(), rng.uniform(0.0, 1.5 * served.scene.seconds)
     when = rng.choice([*MOMENTS, ""])
     if not when:
         return f"{after:.1f} s", lambda: time.monotonic() - started > after

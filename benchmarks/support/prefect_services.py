@@ -52,7 +52,7 @@ def wait_until(done: Callable[[], object], seconds: float, explain: Callable[[],
         time.sleep(0.5)
 
 
-def wait_until_healthy(url: str, seconds: float = 300.0) -> None:
+def wait_until_healthy(url: str, seconds: float = 900.0) -> None:
     """Return once a server answers at `url`/health."""
 
     def answers() -> bool:
@@ -143,7 +143,7 @@ class PrefectServices:
     def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
         arguments = [sys.executable, "-m", *command]
         return subprocess.run(
-            arguments, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=300, check=True
+            arguments, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=900, check=True
         )
 
     def start_worker(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -145,9 +146,8 @@ def start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | 
         print(title, *commands, sep="\n  ", flush=True)
         return None
     command = [sys.executable, "-m", "dflash_core.launch.launcher", *torchrun_arguments(training, run_json)]
-    # torchrun's log of each rank's exit is suppressed: our one message names the cause.
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node(training))
-    environment = {"LOGLEVEL": "CRITICAL", "OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
     return subprocess.Popen(command, env=environment, process_group=0)
 
 
@@ -156,25 +156,31 @@ def watch(
 ) -> None:
     """Wait until the ranks are gone (or, started elsewhere, have finished or failed).
 
+    The seconds without progress are those that this function has waited: a clock that is set, a machine that
+    sleeps, or a process that is stopped together with its ranks adds none.
+
     Raises:
         TrainingFailed: no rank changed its phase for `stall_seconds`; stacks of all local ranks are written.
     """
-    last_look = started = time.time()
+    idle_seconds, unlooked_seconds, progress = 0.0, 0.0, list[tuple[Any, ...]]()
     while child.poll() is None if child else not (summary.exists() or read_errors(run_dir)):
         time.sleep(POLL_SECONDS)
-        if time.time() - last_look < min(5.0, training.stall_seconds / 4):
+        unlooked_seconds += POLL_SECONDS
+        if unlooked_seconds < min(5.0, training.stall_seconds / 4):
             continue
-        last_look = time.time()
+        idle_seconds, unlooked_seconds = idle_seconds + unlooked_seconds, 0.0
         everyone = read_records(run_dir)  # finished ranks count as well: torchrun ends a moment later
         records = [r for r in everyone if r["status"] == "running"]
-        newest = max((r["since"] for r in everyone), default=started if child else last_look)
+        before, progress = progress, [(r["rank"], r["pid"], r["since"]) for r in everyone]
+        if progress != before or not (child or everyone):
+            idle_seconds = 0.0
         running = records and all(r["phase"] not in START_PHASES for r in records)
         limit = training.stall_seconds if running else max(training.stall_seconds, START_SECONDS)
-        if last_look - newest > limit:
-            raise TrainingFailed(describe_stall(run_dir, records, last_look))
+        if idle_seconds > limit:
+            raise TrainingFailed(describe_stall(run_dir, records, idle_seconds))
 
 
-def describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) -> str:
+def describe_stall(run_dir: Path, records: list[dict[str, Any]], idle_seconds: float) -> str:
     """Dump the stacks of the local ranks; return a message that names the rank the others wait for."""
     if not records:
         return "stall: no rank has started; is the rendezvous reachable?"
@@ -191,10 +197,11 @@ def describe_stall(run_dir: Path, records: list[dict[str, Any]], now: float) -> 
         return record["pid"] not in stopped, waits, record["step"], record["microbatch"]
 
     slowest, since = min(records, key=progress), max(r["since"] for r in records)
+    slowest_seconds = idle_seconds + since - slowest["since"]
     return (
-        f"stall: no rank has moved for {now - since:.0f} s (training.stall_seconds); slowest: rank "
+        f"stall: no rank has moved for {idle_seconds:.0f} s (training.stall_seconds); slowest: rank "
         f"{slowest['rank']} ({slowest['role']}, pid {slowest['pid']} on {slowest['host']}) in phase "
-        f"'{slowest['phase']}' of step {slowest['step']} for {now - slowest['since']:.0f} s; stacks of "
+        f"'{slowest['phase']}' of step {slowest['step']} for {slowest_seconds:.0f} s; stacks of "
         f"all ranks in {run_dir / 'ranks'}/rank-*.stacks; the run was ended and resumes from the newest "
         "complete checkpoint"
     )
@@ -266,11 +273,13 @@ def notify(hook: str | None, run_dir: Path, message: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run torchrun so that it ends with its parent and prints no tracebacks; return its exit code."""
     end_with_parent(TERMINATE_SECONDS)
-    os.environ |= known_parent()  # for the ranks
+    os.environ |= {"LOGLEVEL": "CRITICAL", **known_parent()}  # for torchrun, for the ranks
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # Its log of each rank's exit: our one message names the cause. Single modules read LOGLEVEL.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run.main(arguments)
     except ChildFailedError:

@@ -90,7 +90,8 @@ class Trainer:
             RunFailed: out of memory, with what to change.
         """
         if self.world.is_leader:
-            self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
+            path = self.run.directory / "metrics.jsonl"
+            self.metrics = MetricsFile(path, self.state.step, validated_step=self.state.validated_step)
             cached = self.run.config.target.cache != "none"
             capture_end = self._first_epoch_end if cached else self.schedule.total_steps
             self.console = Console(self.schedule.total_steps, self.state.step, capture_end)

@@ -23,14 +23,27 @@ SPENT = ("capture", "train", "wait", "feed", "target_wait", "target_feed", "infl
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`. Opening it removes the lines beyond the step from which the run resumes."""
+    """Writer of `metrics.jsonl`. Opening it removes the lines of what runs again after a resume.
 
-    def __init__(self, path: Path, completed_steps: int) -> None:
+    Args:
+        path: of the file.
+        completed_steps: the step from which the run resumes.
+        validated_step: step of the last validation before; -1 for none. A run that stopped during the
+            validation at `completed_steps` repeats it.
+    """
+
+    def __init__(self, path: Path, completed_steps: int, *, validated_step: int) -> None:
+        def is_valid(line: str) -> bool:
+            # A line cut short by a kill is the last one, and its step will run again.
+            if not line.endswith("\n"):
+                return False
+            values = json.loads(line)
+            is_validation = any(name.startswith("validation/") for name in values)
+            return bool(values["step"] <= (validated_step if is_validation else completed_steps))
+
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        # A line cut short by a kill is the last one, and its step will run again.
-        valid = [ln for ln in lines if ln.endswith("\n") and json.loads(ln)["step"] <= completed_steps]
         with complete_file(path) as temporary:
-            temporary.write_text("".join(valid))
+            temporary.write_text("".join(filter(is_valid, lines)))
         self._file = open(path, "a")  # noqa: SIM115 (open as long as the run)
 
     def write(self, step: int, values: dict[str, Any]) -> None:

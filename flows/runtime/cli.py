@@ -149,8 +149,10 @@ def _set_up_logging(log_path: Path, *, embedded: bool) -> None:
             handler.addFilter(console_filter)
         if logger is root or logger.handlers and not logger.propagate:
             logger.addHandler(to_file)
-    for name in ("alembic", "mlflow.store.db.utils", "httpx", "matplotlib"):
+    for name in ("alembic", "httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It prints the traceback of each error that it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def _epilog(flow_name: str, command: str) -> str:

@@ -11,8 +11,8 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,22 @@ def tracking_uri(config: RunConfig) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
 
 
+@contextmanager
+def tracking_errors(uri: str) -> Iterator[None]:
+    """Make one message of what the tracking server or database answers inside.
+
+    Raises:
+        UserError: it cannot be reached, or is locked.
+    """
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (MlflowException, SQLAlchemyError) as error:
+        raise UserError(f"tracking.uri: {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def open_client(config: RunConfig) -> tuple[Any, str]:
     """Open an MLflow client, and return it with the id of the experiment, which is created if missing.
 
@@ -63,27 +79,24 @@ def open_client(config: RunConfig) -> tuple[Any, str]:
         UserError: the tracking server cannot be reached.
     """
     import mlflow
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
 
     root, uri = Path(config.storage_root).resolve(), tracking_uri(config)
     root.mkdir(parents=True, exist_ok=True)
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # It prints the traceback of each error that it also raises.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with (root / ".mlflow.lock").open("w") as lock:
         locks.lock(lock, wait=True)
         artifacts = None
         if uri.startswith("sqlite:///"):
             check_database(Path(uri.removeprefix("sqlite:///")), REMEDY)
             artifacts = (root / "mlflow-artifacts").as_uri()
-        try:
+        with tracking_errors(uri):
             client = mlflow.MlflowClient(uri)
             experiment = client.get_experiment_by_name(config.tracking.experiment)
             if experiment is not None:
                 return client, experiment.experiment_id
             return client, client.create_experiment(config.tracking.experiment, artifact_location=artifacts)
-        except (MlflowException, SQLAlchemyError) as error:
-            raise UserError(f"tracking.uri: {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def adopt_artifacts(config: RunConfig) -> None:
@@ -173,13 +186,21 @@ def run_of_directory(config: RunConfig, directory: Path, name: str) -> str:
 
 
 def recorded_run(client: Any, directory: Path) -> str | None:
-    """Return the run that a directory's mlflow.json names, if it exists and is not deleted."""
+    """Return the run that a directory's mlflow.json names, if it exists and is not deleted.
+
+    Raises:
+        MlflowException: MLflow cannot say, since its server is away or its database is locked.
+    """
     from mlflow.exceptions import MlflowException
 
     try:
         run_id = json.loads((directory / "mlflow.json").read_text(encoding="utf-8"))["run_id"]
         is_active = client.get_run(run_id).info.lifecycle_stage == "active"
-    except (OSError, json.JSONDecodeError, KeyError, MlflowException):
+    except (OSError, json.JSONDecodeError, KeyError):
+        return None
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
         return None
     return str(run_id) if is_active else None
 

@@ -4,7 +4,8 @@ Points are buffered and sent by `log_batch` every 50 steps or 15 seconds, which 
 one call per metric. On resume each metric continues after its last recorded step, so no step has two points.
 
 An outage of the tracking server never stops a training: points wait in memory. Above `MAX_WAITING` the oldest
-are dropped, counted and reported; metrics.jsonl has them all.
+are dropped, counted and reported; metrics.jsonl has them all. Where the outage lasts at the end, the run is
+not finished: the next command sends the rest and closes it.
 
 While a run is open, a marker file names it and its process. The next training, or the flow's own state hook,
 closes a run whose process ended without closing it.
@@ -26,7 +27,14 @@ from typing import Any
 from dflash_core.config import RunConfig
 from dflash_core.files import write_json
 from dflash_core.processes import is_gone, this_process
-from tasks.reporting.mlflow_client import log, open_client, record_run, recorded_run, tracking_uri
+from tasks.reporting.mlflow_client import (
+    log,
+    open_client,
+    record_run,
+    recorded_run,
+    tracking_errors,
+    tracking_uri,
+)
 
 FLUSH_STEPS, FLUSH_SECONDS = 50, 15.0
 # Number of metrics that MLflow accepts in one call.
@@ -142,17 +150,18 @@ class Tracker:
         """
         close_crashed_runs(config.storage_root)
         client, experiment_id = open_client(config)
-        run_id = recorded_run(client, run_dir)
-        is_resumed = run_id is not None
-        if run_id is None:
-            run_id = str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
-            record_run(run_dir, run_id, experiment_id)
-            _log_params(client, run_id, params)
-            _log_dataset(client, run_id, dataset)
-        else:
-            client.update_run(run_id, status="RUNNING")
-            for key, value in tags.items():
-                client.set_tag(run_id, key, value)
+        with tracking_errors(tracking_uri(config)):
+            run_id = recorded_run(client, run_dir)
+            is_resumed = run_id is not None
+            if run_id is None:
+                run_id = str(client.create_run(experiment_id, run_name=name, tags=tags).info.run_id)
+                record_run(run_dir, run_id, experiment_id)
+                _log_params(client, run_id, params)
+                _log_dataset(client, run_id, dataset)
+            else:
+                client.update_run(run_id, status="RUNNING")
+                for key, value in tags.items():
+                    client.set_tag(run_id, key, value)
         marker = open_marker(config.storage_root, owner)
         marker.parent.mkdir(parents=True, exist_ok=True)
         write_marker(marker, uri=tracking_uri(config), run_id=run_id)
@@ -188,12 +197,7 @@ class Tracker:
             self.flush()
 
     def catch_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Send the points of metrics.jsonl that MLflow lacks: the buffer of a process that was killed.
-
-        Does nothing for a new run.
-        """
-        if not self.is_resumed:
-            return
+        """Send the points of metrics.jsonl that MLflow lacks: the buffer of a process that was killed."""
         try:
             for line in lines:
                 self.log(scalars(line), line["step"], line["time_ms"])
@@ -223,10 +227,14 @@ class Tracker:
                 del self._waiting[:excess]
                 self._dropped += excess
 
-    def close(self, status: str) -> None:
-        """Send the rest and end the run as FINISHED, FAILED or KILLED; a second call does nothing."""
+    def close(self, status: str) -> bool:
+        """Send the rest and end the run as FINISHED, FAILED or KILLED; a second call does nothing.
+
+        Returns:
+            Whether MLflow has taken everything.
+        """
         if self._closed:
-            return
+            return True
         self._closed = True
         if self._monitor is not None:
             self._monitor.finish()
@@ -243,6 +251,8 @@ class Tracker:
             with suppress(OSError, json.JSONDecodeError):
                 marked = json.loads(self.marker.read_text(encoding="utf-8"))
                 write_json(self.marker, marked | {"status": status})
+            return False
+        return not self._waiting
 
 
 def _log_params(client: Any, run_id: str, params: dict[str, Any]) -> None:
@@ -302,7 +312,9 @@ def close_crashed_runs(storage_root: str | Path) -> None:
     """Close the runs of processes of this machine that have ended, where their tracking servers answer."""
     for marker in open_marker(storage_root, "any").parent.glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            if is_gone(json.loads(marker.read_text(encoding="utf-8"))):
+            marked = json.loads(marker.read_text(encoding="utf-8"))
+            # One with a status could not be closed at its end; its process may have gone on.
+            if marked.get("status") or is_gone(marked):
                 close_marked(marker, "KILLED")
 
 

@@ -57,7 +57,9 @@ def kill_launcher(run_dir: Path) -> None:
     os.kill(launcher_pid(run_dir), signal.SIGKILL)
 
 
-def test_one_run_killed_in_two_ways(root: Path, expected: list[float], tiny_target_dir: Path) -> None:
+def test_one_run_killed_in_two_ways(
+    root: Path, expected: list[float], tiny_target_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A target rank, then torchrun itself; each launch continues where the one before ended."""
     run_dir, config = write_run(root, tiny_target_dir, SPLIT, name="killed")
     kills = [
@@ -70,6 +72,8 @@ def test_one_run_killed_in_two_ways(root: Path, expected: list[float], tiny_targ
             launch(run_dir, config)
         thread.join()
         assert_nothing_left(run_dir)
+    # torchrun's own log of what the messages say.
+    assert "exitcode" not in capfd.readouterr().err
     run_ranks(run_dir, config)
     assert losses(run_dir) == expected
 

@@ -74,7 +74,33 @@ def test_a_rank_that_stays_in_a_phase_is_a_stall(tmp_path: Path, monkeypatch: py
     child: Any = Torchrun()
     with pytest.raises(launcher.TrainingFailed, match="stall: "):
         launcher.watch(tmp_path, TrainingConfig(stall_seconds=100.0), child, tmp_path / "summary.json")
-    assert 100 < clock.now - begin < 110
+    assert 100 < clock.now - begin < 115
+
+
+@pytest.mark.parametrize("jump_seconds", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_is_neither_a_stall_nor_hides_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    """The clock jumps after 50 s; a rank that moved until then stays in its phase."""
+    clock = SteppedClock()
+    monkeypatch.setattr(launcher, "time", clock)
+    monkeypatch.setattr(rank_status, "time", clock)
+    record = RankRecord(tmp_path, 0, "colocated")
+    num_polls = 0
+
+    class Torchrun:
+        def poll(self) -> None:
+            nonlocal num_polls
+            num_polls += 1
+            if num_polls % 40 == 0 and num_polls <= 200:
+                record.phase("train", step=num_polls)
+            if num_polls == 210:
+                clock.now += jump_seconds
+
+    child: Any = Torchrun()
+    with pytest.raises(launcher.TrainingFailed, match="stall: "):
+        launcher.watch(tmp_path, TrainingConfig(stall_seconds=100.0), child, tmp_path / "summary.json")
+    assert 100 < (num_polls - 200) * launcher.POLL_SECONDS < 115
 
 
 def test_the_hook_gets_run_and_message_and_a_broken_one_is_only_printed(

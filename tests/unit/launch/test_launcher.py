@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     drafter.phase("wait for target rank 1", step=7)
     target.phase("capture", step=8)
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]  # nothing here to send signals to
-    assert "slowest: rank 1 (target" in launcher.describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 1 (target" in launcher.describe_stall(tmp_path, records, 60.0)
     drafter.phase("train", step=7)
     target.phase("wait for drafter rank 0", step=8)
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
-    message = launcher.describe_stall(tmp_path, records, time.time())
+    message = launcher.describe_stall(tmp_path, records, 60.0)
     assert "slowest: rank 0 (drafter" in message
     assert "phase 'train' of step 7" in message
 
@@ -36,14 +35,14 @@ def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path
         rank.phase("wait for other ranks", step=7, microbatch=1)
     ranks[2].phase("save", step=7)
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
-    message = launcher.describe_stall(tmp_path, records, time.time())
+    message = launcher.describe_stall(tmp_path, records, 60.0)
     assert "slowest: rank 2 (colocated" in message
     assert "phase 'save' of step 7" in message
     ranks[2].phase("wait for feed", step=7, microbatch=0)
     ranks[1].phase("wait for other ranks", step=8)
     ranks[0].phase("wait for other ranks", step=8)
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]
-    assert "slowest: rank 2 (colocated" in launcher.describe_stall(tmp_path, records, time.time())
+    assert "slowest: rank 2 (colocated" in launcher.describe_stall(tmp_path, records, 60.0)
 
 
 def test_one_node_needs_no_address_and_several_get_a_command_each() -> None:

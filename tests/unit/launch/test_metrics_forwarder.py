@@ -91,7 +91,7 @@ def test_steps_repeated_after_a_resume_are_not_sent_again(tmp_path: Path) -> Non
     assert MetricsForwarder(tmp_path, take).finish(20) is None
     # Killed after step 7, resumed from the checkpoint of step 4: lines beyond it are cut, then written again.
     resumed = MetricsForwarder(tmp_path, take)
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", 4)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", 4, validated_step=4)
     for step in range(5, 10):
         metrics.write(step, {"train/loss": 1.0})
         if step == 5:

@@ -14,8 +14,20 @@ from dflash_core.training.metrics_file import SPENT, MetricsFile, role_metrics
 def test_opening_metrics_cuts_beyond_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
-    MetricsFile(path, 2)
+    MetricsFile(path, 2, validated_step=-1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("validated_step", [-1, 0, 2])
+def test_a_validation_that_is_repeated_has_one_line(tmp_path: Path, validated_step: int) -> None:
+    """A run that was stopped during the validation at step 2, or before its first checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    trained = ['{"step": 1, "train/loss": 3.0}\n', '{"step": 2, "train/loss": 2.0}\n']
+    validated = {step: f'{{"step": {step}, "validation/loss": 1.0}}\n' for step in (0, 2)}
+    path.write_text(validated[0] + "".join(trained) + validated[2])
+    MetricsFile(path, 2, validated_step=validated_step)
+    kept = [line for step, line in validated.items() if step <= validated_step]
+    assert sorted(path.read_text().splitlines(keepends=True)) == sorted(trained + kept)
 
 
 def test_seconds_of_a_split_step() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
-from tasks.reporting.mlflow_client import adopt_artifacts
+from tasks.reporting.mlflow_client import adopt_artifacts, record_run, recorded_run
 
 
 @pytest.fixture
@@ -45,3 +46,22 @@ def test_damage_is_named_before_the_flow_starts(config: RunConfig, tmp_path: Pat
     (tmp_path / "mlflow.db").write_bytes(b"garbage" * 1000)
     with pytest.raises(UserError, match=r"mlflow\.db cannot be used: .*; restore it from a copy, or move it"):
         adopt_artifacts(config)
+
+
+@pytest.mark.parametrize("code", ["RESOURCE_DOES_NOT_EXIST", "TEMPORARILY_UNAVAILABLE"])
+def test_a_run_is_lost_only_if_mlflow_says_so(tmp_path: Path, code: str) -> None:
+    """A database that is locked must not lead to a second run of the same training."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import ErrorCode
+
+    class Client:
+        def get_run(self, run_id: str) -> None:
+            raise MlflowException(f"run {run_id}", ErrorCode.Value(code))
+
+    client: Any = Client()
+    record_run(tmp_path, "r", "0")
+    if code == "RESOURCE_DOES_NOT_EXIST":
+        assert recorded_run(client, tmp_path) is None
+    else:
+        with pytest.raises(MlflowException, match="run r"):
+            recorded_run(client, tmp_path)

@@ -117,9 +117,24 @@ def test_a_tracking_server_that_is_away_loses_nothing(client: Client, tmp_path: 
         tracked.log({"a": 1.0}, step, 0)
     assert client.points == []
     client.away = False
-    tracked.close("FAILED")
+    assert tracked.close("FAILED")
     assert len(client.points) == FLUSH_STEPS
     assert client.status == "FAILED"
+
+
+def test_a_run_is_not_complete_while_its_server_is_away(client: Client, tmp_path: Path) -> None:
+    """The next command sends the points that the first one could not send, and closes the run."""
+    lines = [{"step": step, "time_ms": step, "train/loss": 1.0} for step in range(1, 5)]
+    tracked = tracker(client, tmp_path)
+    client.away = True
+    tracked.catch_up(lines)
+    assert not tracked.close("FINISHED")
+    client.away = False
+    again = tracker(client, tmp_path, resumed=True)
+    again.catch_up(lines)
+    assert again.close("FINISHED")
+    assert client.points == [("train/loss", step, 1.0) for step in range(1, 5)]
+    assert client.status == "FINISHED"
 
 
 @pytest.fixture
@@ -139,14 +154,18 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
 def test_runs_of_processes_that_are_gone_are_closed(tmp_path: Path, closed: list) -> None:
     directory = tracking.open_marker(tmp_path, "any").parent
     directory.mkdir()
-    running, gone, elsewhere = (directory / f"{name}.json" for name in ("running", "gone", "elsewhere"))
+    names = ("running", "gone", "elsewhere", "ended")
+    running, gone, elsewhere, ended = (directory / f"{name}.json" for name in names)
     for marker in (running, gone, elsewhere):
         tracking.write_marker(marker, uri="u", run_id=marker.stem)
+    # Its process lives, and could not close it.
+    tracking.write_marker(ended, uri="u", run_id="ended", status="FINISHED")
     for marker, other in ((gone, {"started": 0.0}), (elsewhere, {"pid": 2**22 + 1, "host": "another"})):
         marker.write_text(json.dumps(json.loads(marker.read_text()) | other))
     (directory / "torn.json").write_text("{")
     tracking.close_crashed_runs(tmp_path)
-    assert closed == [("u", "gone", "KILLED")]
+    assert sorted(closed) == [("u", "ended", "FINISHED"), ("u", "gone", "KILLED")]
+    assert not ended.exists()
     assert running.exists()
     assert elsewhere.exists()
     assert not gone.exists()
