@@ -27,7 +27,7 @@ RESTORE = "restore the run's directory from a copy, or train it again with --par
 
 def mark_finished(directory: Path, summary: dict[str, Any]) -> None:
     """Write finished.json of a run directory, as the last of its files."""
-    files = {name: _recorded(directory / name) for name in (*DRAFTER, *FIGURES) if (directory / name).exists()}
+    files = {name: _recorded(directory / name) for name in (*DRAFTER, *FIGURES)}
     write_json(directory / FINISHED, {"finished": int(time.time()), "summary": summary, "files": files})
 
 

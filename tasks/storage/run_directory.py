@@ -46,7 +46,7 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """True when the run has trained to its last step; see `finished_runs` for the state of its outputs."""
+        """True when the run has trained to its last step; `finished_runs` checks its outputs."""
         return (self.path / FINISHED).is_file()
 
     @property
