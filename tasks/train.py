@@ -22,7 +22,6 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
-from dflash_core.files import write_json
 from dflash_core.redaction import redacted_exceptions
 from tasks.plans import plan_file
 from tasks.report import dataset_figures
@@ -31,6 +30,8 @@ from tasks.reporting import mlflow_run as tracking
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import locks
 from tasks.storage import run_directory as runs
+from tasks.storage.file_digests import FileDigests
+from tasks.storage.finished_runs import FINISHED, RESTORE, check_figures, drafter_defect, mark_finished
 from tasks.storage.input_files import data_name
 from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import (
@@ -39,6 +40,7 @@ from tasks.storage.pointers import (
     ProfilePointer,
     TargetPointer,
     TrainedRun,
+    root_of,
     target_directory,
 )
 from tasks.storage.run_directory import RunDirectory
@@ -125,12 +127,13 @@ def train(
         for directory in (Path(config.training.init_from), Path(config.training.init_from).resolve().parent):
             mark_used(directory)
     _log_changes(config, run, logger)
-    if run.is_finished and not refresh:
+    if not refresh and _is_whole(config, run, logger):
         return _skip(config, run, logger)
     with runs.locked(run.path), _locked_accelerators(config, logger):
         # Another flow may have trained it between the look above and the lock.
-        if run.is_finished and not refresh:
+        if not refresh and _is_whole(config, run, logger):
             return _skip(config, run, logger)
+        (run.path / FINISHED).unlink(missing_ok=True)
         # A retry resumes, also where the first try was to train again from the start.
         if refresh and (runtime.task_run.run_count or 1) == 1:
             runs.empty(run)
@@ -145,6 +148,26 @@ def train(
             runs.discard(run, previous)
             raise
     return _trained_run(run, "resumed" if is_resumed else "trained")
+
+
+def _is_whole(config: RunConfig, run: RunDirectory, logger: Any) -> bool:
+    """Return True for a finished run whose outputs are those that it wrote; log what has to be made again.
+
+    Raises:
+        UserError: they are not, and no checkpoint holds the drafter or the figures.
+    """
+    if not run.is_finished:
+        return False
+    digests = FileDigests(root_of(config))
+    defect = drafter_defect(run.path, digests)
+    digests.save()
+    if defect is None:
+        check_figures(run.path)
+        return True
+    if not run.has_checkpoint:
+        raise UserError(f"{run.path / defect}; {RESTORE}")
+    logger.warning("training: %s; it is exported again from the last checkpoint", run.path / defect)
+    return False
 
 
 def _skip(config: RunConfig, run: RunDirectory, logger: Any) -> TrainedRun:
@@ -186,7 +209,7 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
                 f"tracking.uri: {mlflow_client.tracking_uri(config)!r} has not taken all points of the run; "
                 "once it answers, run the same command again: the training is complete, and the rest is sent"
             )
-        write_json(run.path / "finished.json", {"finished": int(time.time()), "summary": summary})
+        mark_finished(run.path, summary)
     except Exception:
         raise
     # Ctrl-C, a cancellation.

@@ -102,6 +102,9 @@ def read_manifest(shard: Path) -> dict[str, Any]:
 class TokenStore:
     """All samples of some shards, read-only. Indices are positions in the global order, 0 to N - 1.
 
+    Args:
+        shards, validation_share, min_validation_samples, vocab_size: see `open`.
+
     Attributes:
         lengths: int32 [N], tokens of each sample.
         num_eligible: int32 [N], eligible anchors of each sample.
@@ -114,8 +117,14 @@ class TokenStore:
     """
 
     def __init__(
-        self, shards: Sequence[Path], *, validation_share: float, min_validation_samples: int
+        self,
+        shards: Sequence[Path],
+        *,
+        validation_share: float,
+        min_validation_samples: int,
+        vocab_size: int | None = None,
     ) -> None:
+        self._vocab_size = _MOST_IDS if vocab_size is None else vocab_size
         by_digest: dict[str, Path] = {}
         self.duplicate_shards: list[Path] = []
         self.manifests: list[dict[str, Any]] = []
@@ -156,6 +165,7 @@ class TokenStore:
         *,
         validation_share: float = 0.01,
         min_validation_samples: int = 32,
+        vocab_size: int | None = None,
     ) -> TokenStore:
         """Open shards in the order of their digests.
 
@@ -163,6 +173,7 @@ class TokenStore:
             shard_dirs: directories written by `ShardWriter`.
             validation_share: `data.validation_share`; 0 for no validation samples.
             min_validation_samples: `data.min_validation_samples`.
+            vocab_size: rows of the embedding that reads the tokens; other ids are rejected as they are read.
 
         Raises:
             UserError: no shards are given, or a directory is not a shard.
@@ -170,7 +181,12 @@ class TokenStore:
         shards = [Path(shard) for shard in shard_dirs]
         if not shards:
             raise UserError("token store: no shards given; allowed: at least one directory written by ingest")
-        return cls(shards, validation_share=validation_share, min_validation_samples=min_validation_samples)
+        return cls(
+            shards,
+            validation_share=validation_share,
+            min_validation_samples=min_validation_samples,
+            vocab_size=vocab_size,
+        )
 
     def _open_files(self, lengths: list[NDArray[np.int32]]) -> None:
         """Read the offsets of each shard, and check that its large files are whole.
@@ -224,9 +240,15 @@ class TokenStore:
         return bytes(self._sample_ids[index])
 
     def token_ids(self, index: int) -> NDArray[np.int32]:
-        """Return the token ids of a sample, int32 [S], a read-only view of the file."""
+        """Return the token ids of a sample, int32 [S], a read-only view of the file.
+
+        Raises:
+            UserError: an id is outside of the vocabulary.
+        """
         shard, start, end = self._locate(index)
-        return self._mapped(shard)[0][start:end]
+        token_ids = self._mapped(shard)[0][start:end]
+        self._check_ids(token_ids, [index])
+        return token_ids
 
     def loss_mask(self, index: int) -> NDArray[np.uint8]:
         """Return the loss mask of a sample, uint8 [S], a read-only view of the file."""
@@ -237,6 +259,9 @@ class TokenStore:
         """Concatenate samples: (token_ids int32 [T], loss_mask uint8 [T], cu_seqlens int64 [n + 1]).
 
         Lengths 2, 3, 1 -> cu_seqlens 0, 2, 5, 6.
+
+        Raises:
+            UserError: a token id is outside of the vocabulary.
         """
         rows = np.asarray(indices, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
@@ -251,7 +276,22 @@ class TokenStore:
         parts = [self._part(*bound) for bound in bounds]
         token_ids = np.concatenate([tokens for tokens, _ in parts])
         loss_mask = np.concatenate([masks for _, masks in parts])
+        self._check_ids(token_ids, rows)
         return token_ids, loss_mask, cu_seqlens
+
+    def _check_ids(self, token_ids: NDArray[np.int32], rows: Iterable[int]) -> None:
+        """Check the ids of some samples: an embedding or a kernel would read beside its table."""
+        if len(token_ids) == 0 or (token_ids.min() >= 0 and token_ids.max() < self._vocab_size):
+            return
+        for row in map(int, rows):
+            shard, start, end = self._locate(row)
+            ids = self._mapped(shard)[0][start:end]
+            if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
+                raise UserError(
+                    f"{self.shards[shard] / 'tokens.bin'}: sample {row - int(self._first_row[shard])} has the "
+                    f"token id {wrong[0]}; allowed by the target's embedding: 0 to {self._vocab_size - 1}. "
+                    "Ingest the file again, or take the tokenizer of the target"
+                )
 
     def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """Return tokens and masks of a part of a shard, views where all shards may stay mapped."""
@@ -260,12 +300,15 @@ class TokenStore:
         return (tokens, masks) if len(self.shards) <= MOST_MAPPED else (tokens.copy(), masks.copy())
 
 
-def open_store(shards: Iterable[Path | str], data: DataConfig) -> TokenStore:
+def open_store(
+    shards: Iterable[Path | str], data: DataConfig, *, vocab_size: int | None = None
+) -> TokenStore:
     """Open shards with the validation split of a run's configuration; see `TokenStore.open`."""
     return TokenStore.open(
         shards,
         validation_share=data.validation_share,
         min_validation_samples=data.min_validation_samples,
+        vocab_size=vocab_size,
     )
 
 

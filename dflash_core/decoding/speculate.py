@@ -78,6 +78,7 @@ class _Rows:
         sampling: Sampling,
         margin: int,
     ) -> None:
+        _check_ids(target, prompts)
         self.target, self.prompts, self.sampling = target, prompts, sampling
         self.generations = [Generation() for _ in prompts]
         self.waiting = deque(range(len(prompts)))
@@ -251,6 +252,21 @@ def speculative_decode(
         accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
         rows.take(drafts_Bk, accepted_B, bonus_B)
     return Decoded(rows.generations, time.perf_counter() - started)
+
+
+def _check_ids(target: Target, prompts: Sequence[Prompt]) -> None:
+    """Check that the target's embedding has a row for every token of the prompts.
+
+    Raises:
+        UserError: it has not: the tokenizer has more tokens than the model, or a file is damaged.
+    """
+    vocab_size = target.embed_weight.shape[0]
+    for number, prompt in enumerate(prompts, 1):
+        if wrong := [token for token in prompt.token_ids if not 0 <= token < vocab_size]:
+            raise UserError(
+                f"prompt {number}: token id {wrong[0]}; allowed by the target's embedding: 0 to "
+                f"{vocab_size - 1}. Take the tokenizer of the target"
+            )
 
 
 def remaining_rows(is_live: Sequence[bool]) -> list[int]:

@@ -80,8 +80,9 @@ class RunSpec:
             ) from error
 
     def open_store(self) -> TokenStore:
-        """Open the shards with the validation share of the settings."""
-        return open_store(self.shards, self.config.data)
+        """Open the shards with the validation share of the settings, for the target's vocabulary."""
+        vocab_size = getattr(load_target_config(self).get_text_config(), "vocab_size", None)
+        return open_store(self.shards, self.config.data, vocab_size=vocab_size)
 
     def open_schedule(self, store: TokenStore) -> Schedule:
         """Open the plans.

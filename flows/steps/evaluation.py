@@ -15,6 +15,7 @@ from tasks import evaluate as evaluation
 from tasks import serve_check
 from tasks.storage import run_directory as runs
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.finished_runs import check_drafter
 from tasks.storage.live_runs import mark_used
 from tasks.storage.pointers import Dataset, EvaluationPointer, TargetPointer, root_of, target_directory
 
@@ -27,13 +28,16 @@ def drafter_and_prompts(
     Without `drafter_path` it is the drafter of the latest run.
 
     Raises:
-        UserError: there is no drafter.
+        UserError: there is no drafter, or it is not what its run has exported.
     """
     check_options(options)
     path = Path(options.drafter_path).expanduser() if options.drafter_path else runs.latest_directory(config)
     directory = drafter_directory(path, field="drafter_path").resolve()
     # A run, as a rule, which `prune` leaves alone meanwhile.
     mark_used(directory.parent)
+    digests = FileDigests(root_of(config))
+    check_drafter(directory, digests)
+    digests.save()
     target_pointer = check_target(config, options, prepare_target(config, options))
     dataset = None if config.evaluation.prompts else ingest_all(config, options, target_pointer)
     return directory, target_pointer, dataset

@@ -23,12 +23,11 @@ from dflash_core.errors import UserError
 from dflash_core.files import complete_file, content_digest, temporary_name, write_json
 from tasks.storage import locks
 from tasks.storage.file_digests import FileDigests
+from tasks.storage.finished_runs import FINISHED, RESTORE, check_drafter
 from tasks.storage.provenance import resume_remarks, training_provenance
 
 # Characters of the run key in the name of a run's directory.
 KEY_CHARACTERS = 12
-# Next step where a file of a finished run is damaged.
-RESTORE = "restore the run's directory from a copy, or train it again with --param 'refresh=[\"train\"]'"
 # Name of each section of the config -> its class.
 SECTIONS = {
     f.name: type(getattr(RunConfig(), f.name)) for f in fields(RunConfig) if f.default_factory is not MISSING
@@ -47,8 +46,8 @@ class RunDirectory:
 
     @property
     def is_finished(self) -> bool:
-        """True when the run has trained to its last step, and its drafter and metrics are complete."""
-        return all((self.path / name).is_file() for name in ("finished.json", "drafter/model.safetensors"))
+        """True when the run has trained to its last step; `finished_runs` checks its outputs."""
+        return (self.path / FINISHED).is_file()
 
     @property
     def has_checkpoint(self) -> bool:
@@ -85,7 +84,9 @@ def _drafter_digest(path: Path) -> str:
     Raises:
         UserError: the path is neither an exported drafter nor a run with one.
     """
-    return FileDigests(path).of(drafter_directory(path, field="training.init_from") / WEIGHTS_FILE)
+    drafter, digests = drafter_directory(path, field="training.init_from"), FileDigests(path)
+    check_drafter(drafter, digests)
+    return digests.of(drafter / WEIGHTS_FILE)
 
 
 def find_run(config: RunConfig, fields: dict[str, Any]) -> RunDirectory:

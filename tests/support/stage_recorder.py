@@ -49,7 +49,7 @@ class StageRecorder:
         lines = [{"step": step, "train/loss": 3.0 / step, **constant} for step in steps]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         on_metrics(lines)
-        (run_dir / "drafter").mkdir()
+        (run_dir / "drafter").mkdir(exist_ok=True)
         (run_dir / "drafter" / "config.json").write_text("{}")
         (run_dir / "drafter" / "model.safetensors").write_text(described["run_key"])
         summary = {"steps": len(lines), "updates": len(lines), "samples": 1, "tokens": 10}

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +97,37 @@ def test_what_reruns_after_which_change(
     assert ran(storage_root=str(tmp_path / "moved")) == ["ingest"]
 
 
-def test_a_training_that_died_is_tried_again_and_resumes(
+@pytest.fixture
+def train_once(
     tmp_path: Path, prefect_server: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[bool], str]:
+    """A flow of the task `train` alone, over inputs that no stage has made; it returns the status."""
     from prefect import flow
 
     from dflash_core.config import RunConfig, TrackingConfig
-    from dflash_core.launch import launcher
-    from dflash_core.launch.launcher import TrainingFailed
     from tasks.train import train
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(train, "retry_delay_seconds", 0)
-    recorder = StageRecorder(monkeypatch)
     config = RunConfig(storage_root=str(tmp_path), tracking=TrackingConfig(system_metrics=False))
     inputs = {"shards": [], "plans": [], "target": "t", "dataset_digest": "d", "plan_digests": ["p"]}
     inputs |= {"target_fingerprint": "f", "total_steps": 3}
     inputs |= {"dataset": {"name": "a", "files": ["a"], "profile": {"num_samples": 1}}}
+
+    @flow
+    def once(refresh: bool = False) -> str:
+        return str(train(config, inputs, refresh=refresh)["status"])
+
+    return once
+
+
+def test_a_training_that_died_is_tried_again_and_resumes(
+    train_once: Callable[[bool], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_core.launch import launcher
+    from dflash_core.launch.launcher import TrainingFailed
+
+    recorder = StageRecorder(monkeypatch)
     tries: list[bool] = []
     again = True
 
@@ -123,24 +138,62 @@ def test_a_training_that_died_is_tried_again_and_resumes(
             raise TrainingFailed("rank 1 (target, pid 7 on host) ended without a report", again=again)
         return recorder.launch(run_dir, config, on_metrics)
 
-    @flow
-    def once(refresh: bool) -> str:
-        return str(train(config, inputs, refresh=refresh)["status"])
-
     monkeypatch.setattr(launcher, "launch", dies_once)
-    assert once(False) == "resumed"
+    assert train_once(False) == "resumed"
     assert tries == [False, True]
-    assert once(False) == "skipped"
+    assert train_once(False) == "skipped"
     assert len(tries) == 2
     tries.clear()
     # From the start, then from its checkpoint although the refresh asked for a new training.
-    assert once(True) == "resumed"
+    assert train_once(True) == "resumed"
     assert tries == [False, True]
     again = False
     tries.clear()
     with pytest.raises(TrainingFailed, match="ended without a report"):
-        once(True)
+        train_once(True)
     assert tries == [False]
+
+
+def test_a_finished_run_is_skipped_only_while_its_outputs_are_those_that_it_wrote(
+    train_once: Callable[[bool], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
+    from tasks import train
+
+    recorder = StageRecorder(monkeypatch)
+    statuses: list[str] = []
+    mark_finished = train.mark_finished
+
+    def noting_the_status(directory: Path, summary: dict[str, Any]) -> None:
+        run_id = json.loads((directory / "mlflow.json").read_text())["run_id"]
+        client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+        statuses.append(client.get_run(run_id).info.status)
+        mark_finished(directory, summary)
+
+    monkeypatch.setattr(train, "mark_finished", noting_the_status)
+    assert train_once(False) == "trained"
+    run = (tmp_path / "default" / "latest").resolve()
+    weights = run / "drafter" / "model.safetensors"
+    written = weights.read_bytes()
+    assert train_once(False) == "skipped"
+    # A kill between the two would leave an MLflow run that nobody ends.
+    assert statuses == ["FINISHED"]
+    weights.write_bytes(written[:-1])
+    with pytest.raises(UserError, match=r"model.safetensors has 31 bytes, 32 were written; restore"):
+        train_once(False)
+    (run / "checkpoints" / "step-00000003").mkdir(parents=True)
+    assert train_once(False) == "resumed"
+    assert weights.read_bytes() == written
+    weights.write_bytes(bytes(len(written)))
+    assert train_once(False) == "resumed"
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"metrics.jsonl has 0 bytes, .* were written; restore"):
+        train_once(False)
+    (run / "finished.json").write_text("{")
+    assert train_once(False) == "resumed"
+    assert recorder.take() == ["train"] * 4
+    assert statuses == ["FINISHED"] * 4
 
 
 def test_rebucket_touches_new_files_profile_edges_and_plans(
