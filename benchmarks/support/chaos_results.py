@@ -21,9 +21,12 @@ MEASURED = {
     "train_seconds",
     "capture_seconds",
     "drafter_seconds",
-    "baseline_tokens_per_second",
+    "plain_tokens_per_second",
+    "plain_seconds",
     "speculative_tokens_per_second",
+    "speculative_seconds",
     "speedup",
+    "speedup_interval",
     "mlflow_run_id",
 }
 # Names of temporary files and directories: of dflash_core.files, of checkpoints, links and removed outputs.

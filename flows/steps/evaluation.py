@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import RunConfig, to_dict
+from dflash_core.config import DataConfig, RunConfig, to_dict
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE, drafter_directory
 from flows.runtime.deployments import EvaluateOptions, FlowOptions, ServeCheckOptions
@@ -47,11 +48,17 @@ def _inputs(
         drafter_directory=str(drafter),
         prompt_paths=tuple(str(Path(path).expanduser()) for path in config.evaluation.prompts),
         shards=tuple(dataset.shards) if dataset else (),
-        data=config.data,
+        data=prompt_rules(config),
         trust_remote_code=config.target.trust_remote_code,
         device_map=config.target.device_map,
         device=config.training.device,
+        num_ranks=config.evaluation.num_ranks,
     )
+
+
+def prompt_rules(config: RunConfig) -> DataConfig:
+    """Return the rules by which prompts are read: those of the data, with the columns of the prompt sets."""
+    return replace(config.data, columns={**config.data.columns, **config.evaluation.columns})
 
 
 def _prompt_sets(config: RunConfig, dataset: Dataset | None, digests: FileDigests) -> list[dict[str, str]]:
@@ -73,7 +80,7 @@ def evaluate(
         drafter_directory=drafter,
         target_fingerprint=target_pointer["fingerprint"],
         sets=_prompt_sets(config, dataset, digests),
-        data=config.data,
+        data=prompt_rules(config),
         digests=digests,
     )
     digests.save()

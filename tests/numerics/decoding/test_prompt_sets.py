@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.support.tiny_target import MASK_TOKEN_ID
 from dflash_core.config import DrafterConfig
-from dflash_core.decoding.evaluate import decode_all
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
+from dflash_core.decoding.evaluation_run import decode_all
 from dflash_core.decoding.prompt_sets import PromptSets, validation_prompts
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode
@@ -59,7 +59,8 @@ def test_a_second_turn_follows_the_targets_own_first_answer(
     )
     names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     sets = PromptSets(names, 10, inputs)
-    evaluation = decode_all(target, DFlashDrafter(shape), sets, SAMPLING)
+    evaluation, num_without_room = decode_all(target, DFlashDrafter(shape), sets, SAMPLING)
+    assert num_without_room == 0
     asked = [sets.tokenizer.decode(p.token_ids) for p in evaluation.prompts]
     one = "<|im_start|>user\nWrite the function that sums.<|im_end|>\n<|im_start|>assistant\n"
     assert asked[:3] == [
@@ -83,6 +84,9 @@ def test_a_second_turn_follows_the_targets_own_first_answer(
 def test_prompts_per_set_are_limited_and_a_bad_row_is_named(tmp_path: Path, tiny_target_dir: Path) -> None:
     names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     assert len(PromptSets(names, 1, inputs).first()[1]) == 2
+    many = [{"question": f"{i}?"} for i in range(8)]
+    names, inputs = write_sets(tmp_path, tiny_target_dir, many=many)
+    assert [row.opening[0]["content"] for _, row in PromptSets(names, 3, inputs).rows] == ["0?", "2?", "5?"]
     names, inputs = write_sets(tmp_path, tiny_target_dir, bad=[{"turns": []}])
     with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: no prompt in turns: \[\]"):
         PromptSets(names, 10, inputs)
