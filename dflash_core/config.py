@@ -58,7 +58,7 @@ RESERVED_NAMES = (
 )
 NAME_CHARACTERS = 100
 # columns that prompt sets have besides these, see dflash_core/data/prompts.py
-PROMPT_COLUMNS = ("turns", "problem", "text")
+PROMPT_COLUMNS = ("turns", "problem", "text", "category")
 
 
 # own: the default or the deployment's own value. trust: own, and for the deployment's own target alone.
@@ -475,8 +475,14 @@ class EvaluationConfig:
     batch_size: int = execution_field(1)
     # processes that share the batches, one per GPU
     num_ranks: int = execution_field(1)
+    # vllm: the speeds are also measured in vLLM; steps and acceptance are those of our own decoders
+    engine: Literal["own", "vllm"] = execution_field("own")
+    # Python of an environment with vLLM (make serve-env)
+    engine_python: str = execution_field(".venv-serve/bin/python", "own")
 
     def __post_init__(self) -> None:
+        allowed = "'own' with evaluation.temperature above 0: the engine decodes greedily"
+        _require(self.engine == "own" or not self.temperature, "evaluation.engine", self.engine, allowed)
         _at_least(self, "evaluation", 1, "num_prompts num_single_prompts max_new_tokens batch_size num_ranks")
         _require(self.temperature >= 0, "evaluation.temperature", self.temperature, ">= 0")
         _check_columns("evaluation.columns", self.columns)

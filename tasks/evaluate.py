@@ -21,6 +21,8 @@ from dflash_core.errors import UserError
 from dflash_core.files import content_digest, write_json
 from dflash_core.launch.module_ranks import run_ranks
 from dflash_core.redaction import redacted_exceptions
+from dflash_core.serving.engine import engine_version
+from tasks.engine_speed import engine_speeds
 from tasks.reporting import evaluation_tables, mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.tables import show
@@ -30,7 +32,7 @@ from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO, stage
 
 RECORDS, PAGE = "records.jsonl", "evaluation.md"
 # Settings of `evaluation` whose content is part of other inputs, or that decide speed alone.
-ELSEWHERE = ("prompts", "columns", "num_ranks")
+ELSEWHERE = ("prompts", "columns", "num_ranks", "engine_python")
 
 
 def prompt_set_digests(
@@ -60,8 +62,8 @@ def prompt_set_digests(
         "dflash_core.decoding.prompt_sets",
         "dflash_core.drafter.export",
     ),
-    key_only=("drafter_digest", "target_fingerprint", "prompt_rules"),
-    locations=("where",),
+    key_only=("drafter_digest", "target_fingerprint", "prompt_rules", "engine_version"),
+    locations=("where", "engine_python"),
     # A measurement: figures that are compared come from the same versions.
     libraries=("torch", "transformers", "tokenizers", "jinja2"),
 )
@@ -71,6 +73,7 @@ def evaluate_drafter(
     prompt_sets: list[dict[str, str]],
     chat_template_digest: str | None,
     settings: dict[str, Any],
+    engine_python: str,
     where: dict[str, Any],
 ) -> dict[str, Any]:
     """Write evaluation.json, evaluation.md with its plot, and records.jsonl, one record per prompt.
@@ -84,10 +87,15 @@ def evaluate_drafter(
     job = EvaluationJob(
         inputs=from_dict(EvaluationInputs, where),
         set_names=tuple(prompt_set["name"] for prompt_set in prompt_sets),
-        settings=from_dict(EvaluationConfig, settings),
+        settings=from_dict(EvaluationConfig, {**settings, "engine_python": engine_python}),
     )
     result = run_job(job)
     report = result["report"]
+    report["engine"] = None
+    if job.settings.engine == "vllm":
+        logs = out / "engine"
+        logs.mkdir()
+        report["engine"] = engine_speeds(job, logs)
     report["prompt_sets"] = prompt_sets
     # null: the target's own template, without arguments
     report["chat_template_digest"] = chat_template_digest
@@ -176,7 +184,7 @@ def evaluation_key_inputs(
             prompts and defines where answers end.
 
     Raises:
-        UserError: the directory holds no exported drafter.
+        UserError: the directory holds no exported drafter, or there is no engine that is to be measured.
     """
     files = [drafter_directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     if not all(path.is_file() for path in files):
@@ -193,6 +201,8 @@ def evaluation_key_inputs(
         "chat_template_digest": _template_digest(data, digests),
         "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
         "settings": settings,
+        "engine_version": engine_version(Path(config.engine_python)) if config.engine == "vllm" else None,
+        "engine_python": config.engine_python,
     }
 
 

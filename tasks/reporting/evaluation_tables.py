@@ -21,8 +21,10 @@ def headline(evaluation: Figures) -> str:
     Example: one prompt at a time: plain 45 tokens/s, speculative 72 tokens/s: 1.6 times (95%: 1.5 to 1.7);
     drafts accepted by position: 0.62, 0.31, 0.14
     """
-    speed = speed_text(evaluation.get("one_at_a_time"))
-    return f"one prompt at a time: {speed}; drafts accepted by position: {positions_text(evaluation)}"
+    engine = evaluation.get("engine")
+    speed = speed_text((engine or evaluation).get("one_at_a_time"))
+    where = f" in {engine['name']} {engine['version']}" if engine else ""
+    return f"one prompt at a time{where}: {speed}; drafts accepted by position: {positions_text(evaluation)}"
 
 
 def speed_text(figures: Figures | None) -> str:
@@ -76,7 +78,18 @@ def evaluation_rows(evaluation: Figures) -> list[tuple[str, str]]:
     ]
     if batched:
         rows.append((f"in batches of {show(batched.get('batch_size'))}", _pass_text(batched)))
-    return [*rows, ("protocol", protocol_text(evaluation))]
+    return [*rows, *_engine_rows(evaluation.get("engine")), ("protocol", protocol_text(evaluation))]
+
+
+def _engine_rows(engine: Figures | None) -> list[tuple[str, str]]:
+    """Return the speeds of an engine that was measured too (`evaluation.engine`)."""
+    if not engine:
+        return []
+    name = f"{engine['name']} {engine['version']}, {engine['dtype']}"
+    rows = [(f"{name}, one prompt at a time", _pass_text(engine["one_at_a_time"]))]
+    if batched := engine.get("batched"):
+        rows.append((f"{name}, up to {show(batched['batch_size'])} at once", _pass_text(batched)))
+    return rows
 
 
 def _pass_text(figures: Figures | None) -> str:
@@ -138,11 +151,19 @@ def to_markdown(evaluation: Figures, title: str = "## Acceptance and speed") -> 
 
 
 def mlflow_metrics(evaluation: Figures) -> dict[str, float]:
-    """Return `accept/position_1`, ..., and the speeds `single/...` (one at a time) and `batched/...`."""
+    """Return `accept/position_1`, ..., and the speeds `single/...` (one at a time) and `batched/...`.
+
+    Those of an engine are `engine/single/...` and `engine/batched/...`.
+    """
     rates = evaluation.get("acceptance_by_position") or []
     metrics = {f"accept/position_{position}": rate for position, rate in enumerate(rates, start=1)}
-    for name, key in (("single", "one_at_a_time"), ("batched", "batched")):
-        figures = evaluation.get(key) or {}
+    engine = evaluation.get("engine") or {}
+    for name, figures in (
+        ("single", evaluation.get("one_at_a_time") or {}),
+        ("batched", evaluation.get("batched") or {}),
+        ("engine/single", engine.get("one_at_a_time") or {}),
+        ("engine/batched", engine.get("batched") or {}),
+    ):
         for figure in ("plain_tokens_per_second", "speculative_tokens_per_second", "speedup"):
             if figures.get(figure) is not None:
                 metrics[f"{name}/{figure}"] = figures[figure]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dflash_core.config import EvaluationConfig
 from dflash_core.decoding.acceptance import find_divergences
-from dflash_core.decoding.evaluate import Evaluation, evaluate
-from dflash_core.decoding.evaluation_inputs import EvaluationInputs, EvaluationJob
+from dflash_core.decoding.evaluate import evaluate
 from dflash_core.decoding.evaluation_run import (
     decode_all,
     decode_singly,
@@ -25,49 +21,43 @@ from dflash_core.decoding.prompt_sets import PromptSets
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.shares import Share
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.drafter.export import save_drafter
 from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 from tests.support.decoding_cases import PROMPTS, make_drafter
+from tests.support.evaluation_jobs import evaluation_job
 
 BATCHED = Sampling(max_new_tokens=6, batch_size=2)
 
 
-class ThreadShare(Share):
-    """The share of a thread that stands in for a rank."""
+class Recorded(Exception):
+    """The part of one rank is known."""
+
+
+class RecordingShare(Share):
+    """A rank that hands its results to `boxes`, and gets those of all ranks once all are there."""
 
     boxes: dict[int, dict[int, Any]]
-    barrier: threading.Barrier
 
     def merge(self, mine: dict[int, Any]) -> list[Any]:
         self.boxes[self.rank] = mine
-        self.barrier.wait(60)
+        if len(self.boxes) < self.size:
+            raise Recorded
         everyone = {number: value for box in self.boxes.values() for number, value in box.items()}
         return [everyone[number] for number in sorted(everyone)]
 
 
-def on_threads(target: Target, drafter: DFlashDrafter, size: int) -> list[Evaluation]:
-    ThreadShare.boxes, ThreadShare.barrier = {}, threading.Barrier(size)
-    results: dict[int, Evaluation] = {}
-
-    def run(rank: int) -> None:
-        results[rank] = evaluate(target, drafter, PROMPTS, BATCHED, share=ThreadShare(rank, size))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(size)]
-
-
-def test_every_rank_gets_what_one_rank_measures(target: Target, drafter: DFlashDrafter) -> None:
-    """Three batches on four ranks: one of them has none."""
+def test_the_ranks_together_give_what_one_rank_gives(target: Target, drafter: DFlashDrafter) -> None:
+    """Three batches on four ranks: the last has none."""
     alone = evaluate(target, drafter, PROMPTS, BATCHED)
-    for result in on_threads(target, drafter, 4):
-        assert result.records() == alone.records()
-        assert [timing.prompts for timing in result.timings] == [(4, 0), (2,), (1, 3)]
-        assert result.lossless is True
+    RecordingShare.boxes = {}
+    for rank in range(3):
+        with pytest.raises(Recorded):
+            evaluate(target, drafter, PROMPTS, BATCHED, share=RecordingShare(rank, 4))
+    result = evaluate(target, drafter, PROMPTS, BATCHED, share=RecordingShare(3, 4))
+    assert [list(box) for box in RecordingShare.boxes.values()] == [[0], [1], [2], []]
+    assert result.records() == alone.records()
+    assert [timing.prompts for timing in result.timings] == [(4, 0), (2,), (1, 3)]
+    assert result.lossless is True
 
 
 def test_both_speeds_are_reported_by_set_and_checked(target: Target, drafter: DFlashDrafter) -> None:
@@ -125,31 +115,16 @@ def test_sampled_answers_are_the_same_in_batches_and_alone(target: Target, draft
         assert answer.token_ids == done.plain.generations[number].token_ids
 
 
-def job_of(directory: Path, target_dir: Path, target: Target, **settings: Any) -> EvaluationJob:
-    """Return an evaluation of two rows, one with two turns, and of a random drafter."""
-    rows = '{"prompt": ["What is a list?", "And a tuple?"]}\n{"problem": "What is 2 + 2?"}\n'
-    (directory / "chat.jsonl").write_text(rows)
-    torch.manual_seed(0)
-    save_drafter(make_drafter(target), directory / "drafter")
-    return EvaluationJob(
-        inputs=EvaluationInputs(
-            target_directory=str(target_dir),
-            drafter_directory=str(directory / "drafter"),
-            prompt_paths=(str(directory / "chat.jsonl"),),
-            device="cpu",
-        ),
-        set_names=("chat",),
-        settings=EvaluationConfig(max_new_tokens=6, **settings),
-    )
-
-
-def test_later_turns_without_room_are_counted(tmp_path: Path, tiny_target_dir: Path, target: Target) -> None:
-    job = job_of(tmp_path, tiny_target_dir, target)
+def test_later_turns_without_room_are_counted(
+    tmp_path: Path, tiny_target_dir: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = evaluation_job(tmp_path, tiny_target_dir, target)
     sets = PromptSets(["chat"], 9, job.inputs)
     longest = max(len(prompt.token_ids) for prompt in sets.first()[1])
-    small = replace(BATCHED, max_new_tokens=target.config.max_position_embeddings - longest)
-    _, num_without_room = decode_all(target, make_drafter(target), sets, small)
+    monkeypatch.setattr(target.config, "max_position_embeddings", longest + BATCHED.max_new_tokens)
+    done, num_without_room = decode_all(target, make_drafter(target), sets, BATCHED)
     assert num_without_room == 1
+    assert len(done.prompts) == 2
 
 
 @pytest.mark.long
@@ -158,7 +133,7 @@ def test_two_ranks_give_the_result_of_one(
 ) -> None:
     from tasks.evaluate import run_job
 
-    job = job_of(tmp_path, tiny_target_dir, target, batch_size=1)
+    job = evaluation_job(tmp_path, tiny_target_dir, target, batch_size=1)
     alone = run_evaluation(job)
     assert alone["report"]["prompts"] == 3
     assert alone["report"]["protocol"]["ranks"] == 1
