@@ -58,7 +58,7 @@ RESERVED_NAMES = (
 )
 NAME_CHARACTERS = 100
 # columns that prompt sets have besides these, see dflash_core/data/prompts.py
-PROMPT_COLUMNS = ("turns", "problem", "text")
+PROMPT_COLUMNS = ("turns", "problem", "text", "category")
 
 
 # own: the default or the deployment's own value. trust: own, and for the deployment's own target alone.
@@ -182,11 +182,16 @@ class DataConfig:
         _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
         _at_least(self, "data", 1, "min_validation_samples")
         _check_template(self.template_arguments, self.template_date)
-        for column in self.columns:
-            allowed = (*DATA_COLUMNS, *PROMPT_COLUMNS)
-            _require(column in allowed, "data.columns", column, ", ".join(allowed))
+        _check_columns("data.columns", self.columns)
         for role, mapped in self.roles.items():
             _require(mapped in ROLES, f"data.roles.{role}", mapped, ", ".join(ROLES))
+
+
+def _check_columns(name: str, columns: dict[str, str]) -> None:
+    """Raise `UserError` for a mapping of a column that no format and no prompt set has."""
+    for column in columns:
+        allowed = (*DATA_COLUMNS, *PROMPT_COLUMNS)
+        _require(column in allowed, name, column, ", ".join(allowed))
 
 
 def _check_template(arguments: dict[str, Any], date: str) -> None:
@@ -459,18 +464,33 @@ class TrainingConfig:
 class EvaluationConfig:
     """Speculative decoding on prompts that the drafter never saw. A change reruns the evaluation alone."""
 
-    # JSONL prompt sets; empty: prompts of the validation samples
+    # prompt files, in the shapes of dflash_core/data/prompts.py; empty: prompts of the validation samples
     prompts: tuple[str, ...] = execution_field((), "read")
-    # at most this many per set
+    # column of a prompt set (DATA_COLUMNS, PROMPT_COLUMNS) -> column of the files; over data.columns
+    columns: dict[str, str] = field(default_factory=dict, metadata={"execution": True})
+    # at most this many per set, evenly spaced over the file
     num_prompts: int = execution_field(32)
+    # with batch_size above 1: at most this many per set are also decoded one at a time, as a single user
+    # waits for them
+    num_single_prompts: int = execution_field(8)
     max_new_tokens: int = execution_field(64)
     compute_dtype: DType = execution_field("float32")
+    # 0: greedy
     temperature: float = execution_field(0.0)
     batch_size: int = execution_field(1)
+    # processes that share the batches, one per GPU
+    num_ranks: int = execution_field(1)
+    # vllm: the speeds are also measured in vLLM; steps and acceptance are those of our own decoders
+    engine: Literal["own", "vllm"] = execution_field("own")
+    # Python of an environment with vLLM (make serve-env)
+    engine_python: str = execution_field(".venv-serve/bin/python", "own")
 
     def __post_init__(self) -> None:
-        _at_least(self, "evaluation", 1, "num_prompts max_new_tokens batch_size")
+        allowed = "'own' with evaluation.temperature above 0: the engine decodes greedily"
+        _require(self.engine == "own" or not self.temperature, "evaluation.engine", self.engine, allowed)
+        _at_least(self, "evaluation", 1, "num_prompts num_single_prompts max_new_tokens batch_size num_ranks")
         _require(self.temperature >= 0, "evaluation.temperature", self.temperature, ">= 0")
+        _check_columns("evaluation.columns", self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,6 +535,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         is_free = plain_name(self.deployment, "deployment").lower() not in RESERVED_NAMES
         _require(is_free, "deployment", self.deployment, f"any name but {', '.join(RESERVED_NAMES)}")
+        ranks, device_map = self.evaluation.num_ranks, self.target.device_map
+        allowed = "1 with target.device_map, which spreads the target over the GPUs"
+        _require(ranks == 1 or device_map is None, "evaluation.num_ranks", ranks, allowed)
         address, on_threads = self.task_runner_address, self.task_runner == "threads"
         allowed = "null with task_runner threads"
         _require(address is None or not on_threads, "task_runner_address", address, allowed)

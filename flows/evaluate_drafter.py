@@ -11,7 +11,8 @@ from dflash_core.config import RunConfig
 from flows import steps
 from flows.runtime.deployments import EvaluateOptions
 from flows.runtime.entry import run_flow
-from tasks.reporting import report_tables, tables
+from tasks.evaluate import publish_evaluation
+from tasks.reporting import evaluation_tables, tables
 
 
 @run_flow("evaluate-drafter")
@@ -19,7 +20,8 @@ def evaluate_drafter(config: RunConfig, options: EvaluateOptions) -> dict[str, o
     """Return the evaluation."""
     directory, target, dataset = steps.drafter_and_prompts(config, options)
     evaluated = steps.evaluate(config, options, target, dataset, directory)
+    publish_evaluation(config, evaluated, str(directory))
     figures = evaluated["evaluation"]
-    rows = [*report_tables.evaluation_rows(figures), *report_tables.acceptance_rows(figures)]
-    tables.print_table(f"{config.deployment}: {directory}", rows)
+    tables.print_wide_table(f"{config.deployment}: {directory}", *evaluation_tables.set_table(figures))
+    tables.print_table("all prompts", evaluation_tables.evaluation_rows(figures))
     return figures

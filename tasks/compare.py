@@ -23,7 +23,7 @@ from dflash_core.redaction import redacted_exceptions
 from dflash_core.run_statistics import RunMetrics
 from tasks import report
 from tasks.plans import Lengths, lengths_of, load_plan
-from tasks.reporting import mlflow_client, tables
+from tasks.reporting import evaluation_tables, mlflow_client, tables
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.storage import run_directory as runs
 from tasks.storage.pointers import Dataset, EdgesPointer, PlanPointer, TrainedRun
@@ -233,7 +233,7 @@ def run_metrics(
     metrics = {
         **{f"final/{name}": value for name, value in figures.items()},
         **report.plan_metrics(report.plan_figures({result.strategy: result.plans})[result.strategy]),
-        **report.acceptance_metrics(evaluation),
+        **evaluation_tables.mlflow_metrics(evaluation),
     }
     return {name: float(value) for name, value in metrics.items() if value is not None and np.isfinite(value)}
 

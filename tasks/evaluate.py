@@ -7,17 +7,32 @@ It reruns when the drafter, the target, a prompt file (or the data set), the cha
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import DataConfig, EvaluationConfig, from_dict, plain_name
-from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from dflash_core.config import DataConfig, EvaluationConfig, RunConfig, from_dict, plain_name, to_dict
+from dflash_core.decoding.evaluation_inputs import VALIDATION_SET, EvaluationInputs, EvaluationJob
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.errors import UserError
-from dflash_core.files import content_digest
+from dflash_core.files import content_digest, write_json
+from dflash_core.launch.module_ranks import run_ranks
+from dflash_core.redaction import redacted_exceptions
+from dflash_core.serving.engine import engine_version
+from tasks.engine_speed import engine_speeds
+from tasks.reporting import evaluation_tables, mlflow_client
+from tasks.reporting import prefect_artifacts as artifacts
+from tasks.reporting.tables import show
 from tasks.storage.file_digests import FileDigests
-from tasks.storage.stages import stage
+from tasks.storage.pointers import EvaluationPointer, root_of
+from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO, stage
+
+RECORDS, PAGE = "records.jsonl", "evaluation.md"
+# Settings of `evaluation` whose content is part of other inputs, or that decide speed alone.
+ELSEWHERE = ("prompts", "columns", "num_ranks", "engine_python")
 
 
 def prompt_set_digests(
@@ -43,12 +58,12 @@ def prompt_set_digests(
     "evaluate",
     version=9,
     sources=(
-        "dflash_core.decoding.evaluate",
+        "dflash_core.decoding.evaluation_run",
         "dflash_core.decoding.prompt_sets",
         "dflash_core.drafter.export",
     ),
-    key_only=("drafter_digest", "target_fingerprint", "prompt_rules"),
-    locations=("where",),
+    key_only=("drafter_digest", "target_fingerprint", "prompt_rules", "engine_version"),
+    locations=("where", "engine_python"),
     # A measurement: figures that are compared come from the same versions.
     libraries=("torch", "transformers", "tokenizers", "jinja2"),
 )
@@ -57,59 +72,100 @@ def evaluate_drafter(
     *,
     prompt_sets: list[dict[str, str]],
     chat_template_digest: str | None,
-    num_prompts: int,
-    max_new_tokens: int,
-    compute_dtype: str,
-    temperature: float,
-    batch_size: int,
+    settings: dict[str, Any],
+    engine_python: str,
     where: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write evaluation.json, records.jsonl (one record per prompt) and the plot of acceptance by position.
+    """Write evaluation.json, evaluation.md with its plot, and records.jsonl, one record per prompt.
 
     Args:
+        settings: fields of `EvaluationConfig` that decide the result.
         where: `EvaluationInputs` as JSON types.
     """
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from dflash_core.data.chat import load_tokenizer
-    from dflash_core.decoding.evaluate import decode_all
-    from dflash_core.decoding.prompt_sets import PromptSets
-    from dflash_core.decoding.sampling import Sampling
-    from dflash_core.drafter.export import load_drafter
-    from dflash_core.target.target import Target
     from tasks.reporting import plots
 
-    disable_progress_bar()
-    inputs: EvaluationInputs = from_dict(EvaluationInputs, where)
-    device = "cuda" if torch.cuda.is_available() and inputs.device != "cpu" else "cpu"
-    drafter = load_drafter(inputs.drafter_directory, device=device)
-    target = Target.load(
-        inputs.target_directory,
-        layer_ids=drafter.shape.target_layer_ids,
-        device=device,
-        compute_dtype=compute_dtype,
-        trust_remote_code=inputs.trust_remote_code,
-        device_map=inputs.device_map,
+    job = EvaluationJob(
+        inputs=from_dict(EvaluationInputs, where),
+        set_names=tuple(prompt_set["name"] for prompt_set in prompt_sets),
+        settings=from_dict(EvaluationConfig, {**settings, "engine_python": engine_python}),
     )
-    tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
-    target.end_answers(tokenizer, inputs.data)
-    sets = PromptSets([prompt_set["name"] for prompt_set in prompt_sets], num_prompts, inputs)
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
-    result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
-    report = result.report()
+    result = run_job(job)
+    report = result["report"]
+    report["engine"] = None
+    if job.settings.engine == "vllm":
+        logs = out / "engine"
+        logs.mkdir()
+        report["engine"] = engine_speeds(job, logs)
     report["prompt_sets"] = prompt_sets
-    report["target_mode"] = target.mode.describe()
     # null: the target's own template, without arguments
     report["chat_template_digest"] = chat_template_digest
     (out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    with (out / "records.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in result.records())
+    with (out / RECORDS).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in result["records"])
     plots.acceptance_by_position(
         out / "acceptance.png",
         {name: figures["acceptance_by_position"] for name, figures in report["sets"].items()},
     )
+    text = f"{evaluation_tables.to_markdown(report, '# Evaluation')}\n\n![acceptance](acceptance.png)\n"
+    (out / PAGE).write_text(text, encoding="utf-8")
+    print(f"evaluation: {evaluation_tables.headline(report)}", flush=True)
     return {"evaluation": report}
+
+
+def run_job(job: EvaluationJob) -> dict[str, Any]:
+    """Evaluate in this process, or on the ranks that `evaluation.num_ranks` asks for.
+
+    Raises:
+        UserError: a user's mistake, found here or on a rank.
+        RuntimeError: a rank ended otherwise; its output has the reason.
+    """
+    from dflash_core.decoding import evaluation_run
+
+    num_ranks = job.inputs.num_ranks
+    if num_ranks == 1:
+        return evaluation_run.run_evaluation(job)
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
+        path = Path(directory) / "job.json"
+        write_json(path, to_dict(job))
+        code = run_ranks(evaluation_run.__name__, [str(path)], num_ranks)
+        result, error = (path.with_name(name) for name in (evaluation_run.RESULT, evaluation_run.ERROR))
+        if code == 0:
+            return dict(json.loads(result.read_text(encoding="utf-8")))
+        if error.exists():
+            raise UserError(error.read_text(encoding="utf-8"))
+        raise RuntimeError(f"evaluation: a rank ended with code {code}; its output above has the reason")
+
+
+@task(
+    name="publish-evaluation",
+    task_run_name="publish-evaluation",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    timeout_seconds=PUBLISH_SECONDS,
+    **RETRY_IO,
+)
+@redacted_exceptions()
+def publish_evaluation(config: RunConfig, evaluated: EvaluationPointer, drafter: str) -> None:
+    """Send an evaluation that is not part of a training to Prefect, and to a run of its own in MLflow."""
+    directory = root_of(config) / evaluated["path"]
+    page, figures = directory / PAGE, evaluated["evaluation"]
+    artifacts.page(
+        "evaluation",
+        config.deployment,
+        page.read_text(encoding="utf-8"),
+        directory,
+        "evaluation of a drafter",
+    )
+    mlflow_client.log_summary(
+        config,
+        mlflow_client.run_of_directory(config, directory, f"evaluate {config.deployment}"),
+        metrics={
+            "final/acceptance_length": figures["acceptance_length"],
+            **evaluation_tables.mlflow_metrics(figures),
+        },
+        tags={"deployment": config.deployment, "drafter": drafter, "lossless": show(figures["lossless"])},
+        artifacts=[(directory / name, None) for name in (PAGE, "evaluation.json", "acceptance.png")],
+    )
 
 
 def evaluation_key_inputs(
@@ -128,22 +184,25 @@ def evaluation_key_inputs(
             prompts and defines where answers end.
 
     Raises:
-        UserError: the directory holds no exported drafter.
+        UserError: the directory holds no exported drafter, or there is no engine that is to be measured.
     """
     files = [drafter_directory / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
     if not all(path.is_file() for path in files):
         raise UserError(
             f"drafter: {str(drafter_directory)!r} holds no exported drafter; allowed: a run or its drafter/"
         )
-    settings = asdict(config)
-    del settings["prompts"]
+    settings = to_dict(config)
+    for name in ELSEWHERE:
+        del settings[name]
     return {
         "drafter_digest": " ".join(digests.of(path) for path in files),
         "target_fingerprint": target_fingerprint,
         "prompt_sets": sets,
         "chat_template_digest": _template_digest(data, digests),
         "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
-        **settings,
+        "settings": settings,
+        "engine_version": engine_version(Path(config.engine_python)) if config.engine == "vllm" else None,
+        "engine_python": config.engine_python,
     }
 
 

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import RunConfig
 from dflash_core.files import complete_file, content_digest, publish_directory, write_json
 from dflash_core.redaction import redacted_exceptions
-from tasks.reporting import mlflow_client
+from tasks.reporting import evaluation_tables, mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.report_tables import PLAN_FIGURES, summary_rows, to_markdown
 from tasks.reporting.tables import print_table, show
@@ -275,6 +275,7 @@ def provenance(report: Mapping[str, Any]) -> dict[str, str]:
         "steps": str(report["train"]["steps"]),
         "validation_loss": show(report["validation"]["loss_last"], 4),
         "acceptance_length": show(evaluation.get("acceptance_length"), 4),
+        "speedup_one_at_a_time": show((evaluation.get("one_at_a_time") or {}).get("speedup"), 2),
         "lossless": show(evaluation.get("lossless")),
     }
 
@@ -288,7 +289,7 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
         "final/tokens_per_second": report["train"]["tokens_per_second"],
         "final/acceptance_length": evaluation.get("acceptance_length"),
         **plan_metrics(plan),
-        **acceptance_metrics(evaluation),
+        **evaluation_tables.mlflow_metrics(evaluation),
     }
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
@@ -296,12 +297,6 @@ def final_metrics(report: Mapping[str, Any]) -> dict[str, float]:
 def plan_metrics(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a strategy's plans by which runs are sorted; the report has them all."""
     return {"batch/mixing_step": plan.get("mixing_step")} | {f"final/{n}": plan.get(n) for n in PLAN_FIGURES}
-
-
-def acceptance_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Return `accept/position_1`, ...: the share of blocks accepted up to each position."""
-    rates = evaluation.get("acceptance_by_position") or []
-    return {f"accept/position_{position}": rate for position, rate in enumerate(rates, start=1)}
 
 
 def draw_plots(report: Mapping[str, Any], run_dir: Path, edges_directory: Path) -> None:

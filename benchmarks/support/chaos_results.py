@@ -20,9 +20,12 @@ MEASURED = {
     "train_seconds",
     "capture_seconds",
     "drafter_seconds",
-    "baseline_tokens_per_second",
+    "plain_tokens_per_second",
+    "plain_seconds",
     "speculative_tokens_per_second",
+    "speculative_seconds",
     "speedup",
+    "speedup_interval",
     "mlflow_run_id",
 }
 # Hidden files that stay; every other hidden name is a temporary one, and so are checkpoints that end in .tmp.

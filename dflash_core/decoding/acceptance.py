@@ -125,11 +125,23 @@ def acceptance_interval(generations: Sequence[Generation], block_size: int, *, s
     pairs = np.array([(sum(g.emitted), len(g.emitted)) for g in generations if g.emitted], dtype=np.float64)
     if len(pairs) < 2:
         return Interval(mean, 1.0, float(block_size))
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(len(pairs), np.full(len(pairs), 1 / len(pairs)), size=BOOTSTRAP_RESAMPLES)
-    emitted, steps = (weights @ pairs).T
-    low, high = np.quantile(emitted / steps, [0.025, 0.975])
-    return Interval(mean, float(low), float(high))
+    emitted, steps = resampled_sums(pairs, seed=seed).T
+    return Interval(mean, *central_95(emitted / steps))
+
+
+def resampled_sums(rows: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return the column sums of `BOOTSTRAP_RESAMPLES` draws, with replacement, of the rows [P, F]: [R, F].
+
+    Draws depend on P and the seed alone, so that figures of the same P prompts are resampled in pairs.
+    """
+    shares = np.full(len(rows), 1 / len(rows))
+    return np.random.default_rng(seed).multinomial(len(rows), shares, size=BOOTSTRAP_RESAMPLES) @ rows
+
+
+def central_95(values: np.ndarray) -> tuple[float, float]:
+    """Return the 2.5% and the 97.5% quantile."""
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def acceptance_by_position(generations: Sequence[Generation], block_size: int) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_core.config import DataConfig
+from dflash_core.config import DataConfig, EvaluationConfig
 
 VALIDATION_SET = "validation"  # name of the prompt set that is taken from the validation samples
 
@@ -30,3 +30,15 @@ class EvaluationInputs:
     # As in the settings `target.device_map` and `training.device`.
     device_map: str | None = None
     device: str = "auto"
+    # As in the setting `evaluation.num_ranks`.
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationJob:
+    """An evaluation: what is read, and what decides the result."""
+
+    inputs: EvaluationInputs
+    # Name of each prompt set, in the order of `inputs.prompt_paths`.
+    set_names: tuple[str, ...]
+    settings: EvaluationConfig

@@ -41,12 +41,21 @@ def validation_prompts(
     return prompts
 
 
+def spread(count: int, limit: int) -> list[int]:
+    """Return up to `limit` of the numbers 0..count - 1, evenly spaced: the rows of a file are often sorted.
+
+    spread(8, 3) == [0, 2, 5]
+    """
+    chosen = min(count, limit)
+    return [i * count // chosen for i in range(chosen)]
+
+
 class PromptSets:
     """The prompts of one evaluation.
 
     Args:
         names: name of each prompt set, in the order of `inputs.prompt_paths`; unused without prompt files.
-        num_prompts: at most this many rows per prompt file, or validation samples.
+        num_prompts: at most this many rows per prompt file, evenly spaced, or validation samples.
         inputs: the prompt files, or the shards that hold the validation samples.
 
     Raises:
@@ -63,9 +72,8 @@ class PromptSets:
         self.tokenizer = load_tokenizer(inputs.target_directory, trust_remote_code=inputs.trust_remote_code)
         self.encoder = ChatEncoder(self.tokenizer, inputs.data, None)
         for name, path in zip(names, inputs.prompt_paths, strict=True):
-            self.rows += [
-                (name, prompt) for prompt in read_prompts(Path(path), inputs.data, limit=num_prompts)
-            ]
+            prompts = read_prompts(Path(path), inputs.data)
+            self.rows += [(name, prompts[i]) for i in spread(len(prompts), num_prompts)]
 
     def first(self) -> tuple[list[int], list[Prompt]]:
         """Return the rows and prompts of the first turn."""

@@ -57,6 +57,14 @@ class EvaluateOptions(FlowOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompareDraftersOptions(FlowOptions):
+    """compare-drafters: which drafters."""
+
+    # Directories of exported drafters or of runs; a single one is compared with the deployment's latest run.
+    drafter_paths: tuple[str, ...] = request_field((), "read")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeCheckOptions(EvaluateOptions):
     """serve-check: which drafter, and how the engine runs."""
 
@@ -123,6 +131,9 @@ FLOWS = {
     "rebucket": FlowInfo("ingest of new files, length profile, bucket edges and batch plans; nothing else"),
     "compare-strategies": FlowInfo("train every strategy on the same samples and anchors", CompareOptions),
     "evaluate-drafter": FlowInfo("real speculative decoding with a trained drafter", EvaluateOptions),
+    "compare-drafters": FlowInfo(
+        "two or more drafters on the same prompts, with paired differences", CompareDraftersOptions
+    ),
     "serve-check": FlowInfo("a trained drafter in vLLM, compared with our evaluator", ServeCheckOptions),
     "advise": FlowInfo("predict the cost of each batching strategy on this data", AdviseOptions),
     "preview-data": FlowInfo("show samples as the drafter sees them: text, mask, anchors", PreviewOptions),

@@ -10,7 +10,13 @@ from flows.steps.batches import (
 )
 from flows.steps.common import check_options
 from flows.steps.data import check_target, ingest_all, open_store, prepare_target, profile, regenerate_all
-from flows.steps.evaluation import check_serving, drafter_and_prompts, evaluate
+from flows.steps.evaluation import (
+    check_serving,
+    drafter_and_prompts,
+    drafters_and_prompts,
+    evaluate,
+    for_comparison,
+)
 
 __all__ = [
     "check_target",
@@ -18,8 +24,10 @@ __all__ = [
     "check_serving",
     "cost_model",
     "drafter_and_prompts",
+    "drafters_and_prompts",
     "edges",
     "evaluate",
+    "for_comparison",
     "forecast",
     "ingest_all",
     "make_plans",

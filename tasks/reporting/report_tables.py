@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tasks.reporting import evaluation_tables
 from tasks.reporting.tables import markdown_table, show
 
 PROFILE_FIGURES = (
@@ -106,7 +107,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("real tokens/s", show(train["tokens_per_second"], 0)),
         ("training loss", f"{show(train['loss_first'])} -> {show(train['loss_last'])}"),
         ("validation loss", f"{show(validation['loss_first'])} -> {show(validation['loss_last'])}"),
-        *evaluation_rows(report["evaluation"]),
+        *evaluation_tables.evaluation_rows(report["evaluation"]),
         *serving_rows(report.get("serve_check")),
         ("MLflow run", str(report["mlflow_run_id"])),
     ]
@@ -118,30 +119,6 @@ def steps_text(train: Mapping[str, Any]) -> str:
     if steps == planned:
         return show(steps)
     return f"{show(steps)} of {show(planned)} (training.max_minutes {train['max_minutes']:g})"
-
-
-def evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of an evaluation for the terminal."""
-    plain, speculative = (
-        show(evaluation.get(f"{kind}_tokens_per_second"), 1) for kind in ("baseline", "speculative")
-    )
-    return [
-        ("target runs with", show(evaluation.get("target_mode"))),
-        ("acceptance length (95% interval)", _acceptance_text(evaluation)),
-        ("output equals the target's own", show(evaluation.get("lossless"))),
-        ("decoding, tokens/s: plain, speculative", f"{plain}, {speculative}"),
-    ]
-
-
-def acceptance_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the acceptance length of each prompt set, of each category, and of all prompts pooled."""
-    groups = {**(evaluation.get("sets") or {}), **(evaluation.get("categories") or {}), "all": evaluation}
-    return [(f"acceptance length, {name}", _acceptance_text(group)) for name, group in groups.items()]
-
-
-def _acceptance_text(group: Mapping[str, Any]) -> str:
-    length, interval = show(group.get("acceptance_length")), show(group.get("acceptance_interval"))
-    return f"{length} ({interval}) on {show(group.get('prompts'))} prompts"
 
 
 def serving_rows(serve_check: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -195,8 +172,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         all_plan_figures(plans),
         "![efficiency by strategy](plots/efficiency_by_strategy.png) ![efficiency](plots/efficiency.png)",
         "## Training\n\n![loss](plots/loss.png)",
-        "## Acceptance",
-        _pairs_table(acceptance_rows(report["evaluation"])),
+        evaluation_tables.to_markdown(report["evaluation"]),
         "![acceptance by position](plots/acceptance.png)",
         f"Run `{report['run_key']}`, MLflow run `{report['mlflow_run_id']}`.",
     ]

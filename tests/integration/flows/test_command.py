@@ -110,8 +110,8 @@ REPORTED = {
         "acceptance_interval",
         "prompts",
         "lossless",
-        "baseline_tokens_per_second",
-        "speculative_tokens_per_second",
+        "one_at_a_time",
+        "protocol",
     ],
 }
 

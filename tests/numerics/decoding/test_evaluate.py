@@ -39,8 +39,8 @@ def test_the_report_holds_sets_and_one_record_per_prompt(
     target: Target, drafter: DFlashDrafter, knowing: type[KnowingContext]
 ) -> None:
     knowing.right = 1
-    # The warm-up decodes the first prompt, then all come by length.
-    knowing.order = [0, 4, 1, 3, 0, 2]
+    # The warm-up decodes the first prompt, then set a by length, then set b.
+    knowing.order = [0, 4, 0, 2, 1, 3]
     evaluation = evaluate(target, drafter, PROMPTS, Sampling(max_new_tokens=9, batch_size=5))
     report = evaluation.report()
     assert report["acceptance_length"] == 2.0  # 8 tokens in 4 steps for each prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.support.tiny_target import MASK_TOKEN_ID
-from dflash_core.config import DrafterConfig
-from dflash_core.decoding.evaluate import decode_all
+from dflash_core.config import DataConfig, DrafterConfig
 from dflash_core.decoding.evaluation_inputs import EvaluationInputs
+from dflash_core.decoding.evaluation_run import decode_all
 from dflash_core.decoding.prompt_sets import PromptSets, validation_prompts
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode
@@ -59,7 +60,8 @@ def test_a_second_turn_follows_the_targets_own_first_answer(
     )
     names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     sets = PromptSets(names, 10, inputs)
-    evaluation = decode_all(target, DFlashDrafter(shape), sets, SAMPLING)
+    evaluation, num_without_room = decode_all(target, DFlashDrafter(shape), sets, SAMPLING)
+    assert num_without_room == 0
     asked = [sets.tokenizer.decode(p.token_ids) for p in evaluation.prompts]
     one = "<|im_start|>user\nWrite the function that sums.<|im_end|>\n<|im_start|>assistant\n"
     assert asked[:3] == [
@@ -83,9 +85,33 @@ def test_a_second_turn_follows_the_targets_own_first_answer(
 def test_prompts_per_set_are_limited_and_a_bad_row_is_named(tmp_path: Path, tiny_target_dir: Path) -> None:
     names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE, chat=CHAT)
     assert len(PromptSets(names, 1, inputs).first()[1]) == 2
+    many = [{"question": f"{i}?"} for i in range(8)]
+    names, inputs = write_sets(tmp_path, tiny_target_dir, many=many)
+    assert [row.opening[0]["content"] for _, row in PromptSets(names, 3, inputs).rows] == ["0?", "2?", "5?"]
     names, inputs = write_sets(tmp_path, tiny_target_dir, bad=[{"turns": []}])
     with pytest.raises(UserError, match=r"evaluation.prompts: .*bad.jsonl line 1: no prompt in turns: \[\]"):
         PromptSets(names, 10, inputs)
+
+
+def test_template_arguments_reach_every_turn(tmp_path: Path, tiny_target_dir: Path) -> None:
+    template = tmp_path / "thinks.jinja"
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template.write_text(
+        turns + "{% if add_generation_prompt %}assistant:{{ '' if enable_thinking else ' done' }}{% endif %}"
+    )
+    names, inputs = write_sets(tmp_path, tiny_target_dir, code=CODE[:1])
+
+    def asked(thinking: bool) -> list[str]:
+        arguments = {"enable_thinking": thinking}
+        data = DataConfig(chat_template=str(template), template_arguments=arguments)
+        sets = PromptSets(names, 1, replace(inputs, data=data))
+        [first], [second] = sets.first()[1], sets.following({0: ["an answer"]})[1]
+        return [sets.tokenizer.decode(prompt.token_ids) for prompt in (first, second)]
+
+    on, off = asked(True), asked(False)
+    assert on[0].endswith("assistant:")
+    assert on[1].endswith("assistant: an answer\nuser: Now with a loop.\nassistant:")
+    assert off == [f"{prompt} done" for prompt in on]
 
 
 class Samples:

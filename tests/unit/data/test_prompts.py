@@ -60,6 +60,13 @@ def test_prompts_of_the_published_sets(tmp_path: Path, row: dict[str, Any]) -> N
     assert prompts == [ChatPrompt([{"role": "user", "content": "q"}])]
 
 
+def test_columns_of_other_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"ask": ["q", "r"], "subject": "algebra"}))
+    columns = {"turns": "ask", "category": "subject"}
+    [prompt] = read_prompts(tmp_path / "p.jsonl", DataConfig(columns=columns))
+    assert prompt == ChatPrompt([{"role": "user", "content": "q"}], ("r",), "algebra")
+
+
 def test_several_turns_an_input_a_system_column_and_tools(tmp_path: Path) -> None:
     user, tool = {"role": "user", "content": "q"}, {"name": "f"}
     rows = [

@@ -20,27 +20,6 @@ def test_profile_has_one_row_per_source_and_one_for_all() -> None:
     assert rows[1]["mean length"] == 1.2346
 
 
-def test_acceptance_by_set_by_category_and_pooled() -> None:
-    evaluation = {
-        "acceptance_length": 1.5,
-        "acceptance_interval": [1.25, 2.0],
-        "prompts": 3,
-        "sets": {
-            "gsm8k": {"acceptance_length": 2.0, "acceptance_interval": [2.0, 2.0], "prompts": 1},
-            "mt": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2},
-        },
-        "categories": {
-            "mt/writing": {"acceptance_length": 1.25, "acceptance_interval": [1.0, 1.5], "prompts": 2}
-        },
-    }
-    assert report_tables.acceptance_rows(evaluation) == [
-        ("acceptance length, gsm8k", "2.000 (2.000 to 2.000) on 1 prompts"),
-        ("acceptance length, mt", "1.250 (1.000 to 1.500) on 2 prompts"),
-        ("acceptance length, mt/writing", "1.250 (1.000 to 1.500) on 2 prompts"),
-        ("acceptance length, all", "1.500 (1.250 to 2.000) on 3 prompts"),
-    ]
-
-
 def test_over_length_rows_and_their_share_of_tokens() -> None:
     data = {"num_tokens": 9_000, "num_over_length": 2, "num_over_length_tokens": 1_000}
     assert report_tables.over_length_text(data) == "2, at least 10.0%"
