@@ -141,7 +141,8 @@ class DataConfig:
     """Where conversations come from and the rules by which they become samples."""
 
     # files, directories, globs, or data sets on the Hugging Face Hub (hf://datasets/OWNER/NAME?split=train,
-    # see dflash_core/data/hub_names.py); empty: the standard-library corpus
+    # see dflash_core/data/hub_names.py), or shipped with this package (package://NAME); empty: the
+    # standard-library corpus
     files: tuple[str, ...] = request_field((), "read")
     format: DataFormat = "auto"
     # at most this many rows per file, in file order

@@ -21,6 +21,7 @@ from typing import Any
 
 from dflash_core.config import RunConfig
 from dflash_core.data.hub_names import is_hub_name
+from dflash_core.data.packaged_files import packaged_path
 from dflash_core.errors import UserError
 from flows.runtime import deployments
 from flows.runtime.deployments import FlowOptions
@@ -100,9 +101,12 @@ class _Limits:
             return None if self._may_trust else only
         if rule == "own":
             return None if value in self._listed else f"the deployment's own value, and values in {VARIABLE}"
-        is_on_hub = is_hub_name(value) if name == "data.files" else rule == "model" and not _is_local(value)
+        if name == "data.files":
+            is_free = is_hub_name(value) or packaged_path(value) is not None
+        else:
+            is_free = rule == "model" and not _is_local(value)
         directories = self._written if rule == "write" else self._read
-        if is_on_hub or is_inside(value, directories):
+        if is_free or is_inside(value, directories):
             return None
         places = dict.fromkeys(os.path.realpath(os.path.expanduser(place)) for place in directories)
         return f"paths in {', '.join(places)}, and in directories listed in {VARIABLE}"

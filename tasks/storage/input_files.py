@@ -11,11 +11,12 @@ from pathlib import Path
 from dflash_core.config import RunConfig
 from dflash_core.data import hub_datasets
 from dflash_core.data.hub_names import DATA_SUFFIXES, is_hub_name, repository_of
+from dflash_core.data.packaged_files import packaged_path
 from dflash_core.errors import UserError
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """Return the files behind names, directories and globs: absolute, sorted, each once.
+    """Return the files behind names, directories, globs and `package://` names: absolute, sorted, each once.
 
     A directory is searched for data files at any depth; hidden ones are left out.
 
@@ -26,7 +27,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     files: set[Path] = set()
     for pattern in patterns:
         # Unlike Path.expanduser, this leaves the name of an unknown user as it is.
-        path = Path(os.path.expanduser(pattern))
+        path = packaged_path(pattern) or Path(os.path.expanduser(pattern))
         if os.path.isdir(path):
             matches = sorted(_data_files(path))
             allowed = f"a directory with files ending in {', '.join(DATA_SUFFIXES)}"

@@ -102,6 +102,7 @@ def test_every_free_string_has_a_rule_or_is_known_to_be_harmless() -> None:
             "data": ["data/*.jsonl", "data/**/x?.jsonl"],
         },
         {"data": ["hf://datasets/owner/chats"], "drafter_path": "runs/quickstart/latest"},
+        {"data": ["package://smollm2-boilerplate.jsonl"]},
         {"training": {"init_from": "runs/a"}, "evaluation": {"prompts": ["data/p.jsonl"]}},
     ],
 )

@@ -45,6 +45,11 @@ def test_names_and_globs_take_exactly_what_they_match(chats: Path) -> None:
     assert names(chats, "deep/.f.jsonl") == ["deep/.f.jsonl"]
 
 
+def test_a_data_set_of_this_package_is_a_file_like_any_other(chats: Path) -> None:
+    found = find_files(["package://smollm2-boilerplate.jsonl", str(chats / "a.jsonl")])
+    assert {path.name for path in found} == {"a.jsonl", "smollm2-boilerplate.jsonl"}
+
+
 def test_a_glob_ends_where_links_form_loops(chats: Path) -> None:
     for name in ("deep/up", "deep/again", "here"):
         (chats / name).symlink_to(chats)
