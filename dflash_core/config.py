@@ -266,10 +266,11 @@ class BatchingConfig:
 
     strategy: StrategyName = "packed"
     # slots that a microbatch may hold
-    token_budget: int = 49_152
-    # A step closes at the first microbatch that reaches this many real tokens. 7.5 budgets make 8 nearly full
-    # microbatches; exactly 8 budgets would need a ninth whenever one of the eight is a token short of full.
-    tokens_per_step: int = 368_640
+    token_budget: int = 16_384
+    # A step closes at the first microbatch that reaches this many real tokens. 23.5 budgets make 24 nearly
+    # full microbatches, three for each of 8 ranks, whose costs even out (benchmarks/rank_efficiency.py);
+    # exactly 24 budgets would need another one whenever one of the 24 is a token short of full.
+    tokens_per_step: int = 385_024
     num_buckets: int = 6
     # bucket edges, given; they take precedence over num_buckets
     edges: tuple[int, ...] | None = None

@@ -25,6 +25,7 @@ def train_dflash(config: RunConfig, options: FlowOptions) -> dict[str, object]:
     profile = steps.profile(config, options, dataset)
     edges = steps.edges(config, options, profile)
     plans = steps.make_plans(config, options, dataset, edges)
+    steps.check_ranks(config, target, plans[config.batching.strategy])
     trained = train.train_run(
         config, target, dataset, profile, plans[config.batching.strategy], refresh="train" in options.refresh
     )

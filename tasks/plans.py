@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import BatchingConfig, RunConfig, to_dict
+from dflash_core.errors import UserError
 from dflash_core.files import bytes_digest
 from tasks.storage.pointers import PlanPointer, root_of
 from tasks.storage.stages import stage
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 # epochs planned for strategies that are only compared: the least that shows repeated pairs
 COMPARED_EPOCHS = 2
-
+# Ranks that work less of their time are remarked on, or refused.
+GOOD_EFFICIENCY, LEAST_EFFICIENCY = 0.95, 0.6
+# Enough that ranks of a step even out.
+MICROBATCHES_PER_RANK = 3
 
 # Sources that the mixing metrics tell apart.
 SHOWN_SOURCES = 1000
@@ -127,6 +131,38 @@ def build_epoch(
     )
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return {"plan_digest": plan.digest, "epoch": epoch, "strategy": config.strategy, "metrics": metrics}
+
+
+def check_efficiency(efficiency: float, ranks: int, batching: BatchingConfig) -> str | None:
+    """Return a remark for ranks that wait for each other, None where they hardly do.
+
+    Args:
+        efficiency: as `dflash_core.batching.metrics.rank_efficiency` predicts it.
+        ranks: of the training.
+        batching: settings of the plan.
+
+    Raises:
+        UserError: the efficiency is below `LEAST_EFFICIENCY`.
+    """
+    if efficiency >= GOOD_EFFICIENCY:
+        return None
+    # Half a budget less than whole microbatches: packs that are a little short make no further one.
+    microbatches = MICROBATCHES_PER_RANK * ranks - 0.5
+    budget, tokens = int(batching.tokens_per_step / microbatches), int(batching.token_budget * microbatches)
+    text = (
+        f"{ranks} ranks would work {efficiency:.0%} of their time, by the cost model, with "
+        f"batching.token_budget {batching.token_budget} and tokens_per_step {batching.tokens_per_step}"
+    )
+    if batching.tokens_per_step >= tokens:
+        text += "; microbatches of long samples cost less than those of short ones, which have more anchors"
+    else:
+        text += (
+            f"; {MICROBATCHES_PER_RANK} microbatches per rank even out: batching.tokens_per_step={tokens}, or "
+            f"at the same step size batching.token_budget={budget}, where the longest sample fits"
+        )
+    if efficiency < LEAST_EFFICIENCY:
+        raise UserError(f"training.num_drafter_ranks: {text}")
+    return text
 
 
 def load_plan(config: RunConfig, pointer: PlanPointer) -> BatchPlan:

@@ -198,3 +198,19 @@ def rank_balance(plan: BatchPlan, world_size: int, model: CostModel = REFERENCE)
         row[[0, 2, 3, 4]] = np.where(totals.any(axis=0), totals.max(axis=0) / whole, 1.0)
         row[1] = assigned[:, :, 0].max(axis=0).sum() / whole[0]
     return dict(zip(names, ratios.mean(axis=0).tolist()))
+
+
+def rank_efficiency(plan: BatchPlan, world_size: int, model: CostModel = REFERENCE) -> float:
+    """Return the share of their time in which ranks work, when each step waits for its slowest rank.
+
+    Predicted seconds of all ranks over `world_size` times those of the slowest rank, both summed over at most
+    512 steps. Two ranks with steps of three equal microbatches: 3 / (2 * 2) = 0.75.
+    """
+    if plan.num_steps == 0:
+        return 1.0
+    # row -1: idle
+    seconds = np.append(model.seconds(plan.work), 0.0)
+    steps = np.unique(np.linspace(0, plan.num_steps - 1, min(plan.num_steps, _MAX_STEPS)).astype(np.int64))
+    loads = [seconds[plan.assign_to_ranks(world_size, int(step))].sum(axis=1) for step in steps]
+    slowest = sum(float(load.max()) for load in loads)
+    return sum(float(load.sum()) for load in loads) / (world_size * slowest) if slowest else 1.0

@@ -1,6 +1,7 @@
 """The steps that flows share: each is one stage, or one stage per file or per epoch."""
 
 from flows.steps.batches import (
+    check_ranks,
     cost_model,
     edges,
     forecast,
@@ -19,6 +20,7 @@ from flows.steps.evaluation import (
 )
 
 __all__ = [
+    "check_ranks",
     "check_target",
     "check_options",
     "check_serving",

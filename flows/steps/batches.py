@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from prefect import get_run_logger
+
 from dflash_core.batching.cost import CostModel, predict
 from dflash_core.batching.strategies import STRATEGIES
 from dflash_core.config import RunConfig, check_budget
@@ -110,6 +112,25 @@ def make_plans(
         f"batch plans of each strategy, seed {config.training.seed}; mixing 1 is as good as random samples",
     )
     return plan_pointers
+
+
+def check_ranks(config: RunConfig, target_pointer: TargetPointer, epochs: Sequence[PlanPointer]) -> None:
+    """Say how much of their time the ranks of a training would work, by the cost model; refuse a waste.
+
+    Raises:
+        UserError: they would wait for each other more than they may, see `tasks.plans.check_efficiency`.
+    """
+    from dflash_core.batching.metrics import rank_efficiency
+
+    ranks = config.training.num_drafter_ranks
+    if ranks == 1:
+        return
+    model = advice.shape_model(target_directory(config, target_pointer), config)
+    efficiency = rank_efficiency(plans.load_plan(config, epochs[0]), ranks, model)
+    if remark := plans.check_efficiency(efficiency, ranks, config.batching):
+        get_run_logger().warning(remark)
+    else:
+        get_run_logger().info(f"{ranks} ranks: {efficiency:.1%} of their time is work, by the cost model")
 
 
 def show_plans(

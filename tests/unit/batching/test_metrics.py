@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.batching import synthetic_lengths
+from benchmarks.rank_efficiency import efficiency
 from dflash_core.batching.metrics import (
     identical_microbatch_share,
     mixing,
     plan_metrics,
     plan_report,
     rank_balance,
+    rank_efficiency,
     repeated_pair_share,
     source_mixing,
     supervised_per_step,
@@ -94,6 +97,22 @@ def test_balance_by_hand():
     """Two equal microbatches on two ranks: 1; one microbatch on two ranks: one idles, largest / mean = 2."""
     assert rank_balance(hand_made([[0], [1]], [4, 4], per_step=2), 2)["seconds"] == pytest.approx(1.0)
     assert rank_balance(hand_made([[0]], [4]), 2)["seconds"] == pytest.approx(2.0)
+
+
+def test_rank_efficiency_by_hand():
+    """Steps of three equal microbatches on two ranks: of 2 x 2 places, 3 are used."""
+    plan = hand_made([[0], [1], [2]], [4, 4, 4], per_step=3)
+    assert rank_efficiency(plan, 1) == pytest.approx(1.0)
+    assert rank_efficiency(plan, 2) == pytest.approx(0.75)
+    assert rank_efficiency(plan, 3) == pytest.approx(1.0)
+
+
+def test_the_defaults_keep_8_ranks_at_work():
+    """They are three microbatches per rank; one leaves ranks waiting for a tenth of their time."""
+    lengths, default = synthetic_lengths(60_000), BatchingConfig()
+    assert default.tokens_per_step == default.token_budget * (3 * 8 - 0.5)
+    assert efficiency(lengths, budget=default.token_budget, per_rank=3, short=0.5, ranks=8) >= 0.985
+    assert efficiency(lengths, budget=49_152, per_rank=1, short=0.0, ranks=8) < 0.92
 
 
 @pytest.mark.parametrize("n", [0, 1, 50])
