@@ -157,8 +157,8 @@ def check_efficiency(efficiency: float, ranks: int, batching: BatchingConfig) ->
         text += "; microbatches of long samples cost less than those of short ones, which have more anchors"
     else:
         text += (
-            f"; {MICROBATCHES_PER_RANK} microbatches per rank even out: batching.tokens_per_step={tokens}, or "
-            f"at the same step size batching.token_budget={budget}, where the longest sample fits"
+            f"; {MICROBATCHES_PER_RANK} microbatches per rank even out: batching.tokens_per_step={tokens}, "
+            f"or at the same step size batching.token_budget={budget}, where the longest sample fits"
         )
     if efficiency < LEAST_EFFICIENCY:
         raise UserError(f"training.num_drafter_ranks: {text}")

@@ -29,8 +29,8 @@ def test_ranks_that_wait_get_the_settings_that_fit() -> None:
     one_each = BatchingConfig(token_budget=49_152, tokens_per_step=393_216)
     assert plans.check_efficiency(0.892, 8, one_each) == (
         "8 ranks would work 89% of their time, by the cost model, with batching.token_budget 49152 and "
-        "tokens_per_step 393216; 3 microbatches per rank even out: batching.tokens_per_step=1155072, or at the "
-        "same step size batching.token_budget=16732, where the longest sample fits"
+        "tokens_per_step 393216; 3 microbatches per rank even out: batching.tokens_per_step=1155072, or at "
+        "the same step size batching.token_budget=16732, where the longest sample fits"
     )
     with pytest.raises(UserError, match="^training.num_drafter_ranks: 64 ranks would work 11% of their time"):
         plans.check_efficiency(0.112, 64, one_each)
