@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dflash_core.config import ObjectiveConfig
 from dflash_core.errors import UserError
 from dflash_core.microbatch import Features, Microbatch
-from dflash_core.target.labels import target_labels
+from dflash_core.target.labels import label_rows, target_labels
 from dflash_core.target.target import Target
 
 
@@ -52,13 +52,15 @@ class TargetCapture:
     ) -> Features:
         """Return the features of samples that need no anchors; arguments as in `Microbatch`."""
         want_last_hidden = self.want_labels or self.want_last
+        if self.want_labels:
+            # Before the forward pass: a copy behind it would wait for it.
+            row_P = torch.from_numpy(label_rows(loss_mask, cu_seqlens)).to(self.target.device)
         features = self.target.capture(token_ids, cu_seqlens, width, want_last_hidden=want_last_hidden)
         if self.want_labels:
             assert features.last_hidden is not None
-            device = features.last_hidden.device
-            mask, bounds = torch.from_numpy(loss_mask).to(device), torch.from_numpy(cu_seqlens).to(device)
             head = self.target.head
-            labels = target_labels(features.last_hidden, head.weight_VD, mask, bounds, bias_V=head.bias_V)
+            row_P = row_P.to(features.last_hidden.device)
+            labels = target_labels(features.last_hidden, head.weight_VD, row_P, bias_V=head.bias_V)
             features = replace(features, labels=labels)
         if not self.want_last:
             features = replace(features, last_hidden=None)

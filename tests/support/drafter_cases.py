@@ -13,7 +13,7 @@ from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.drafter.shape import DrafterShape
 from dflash_core.microbatch import Features, Microbatch
 from dflash_core.objective.loss import LossSettings, LossSums, TargetEnds, microbatch_loss
-from dflash_core.target.labels import target_labels
+from dflash_core.target.labels import label_rows, target_labels
 
 SHAPE = DrafterShape(
     hidden_size=32,
@@ -69,10 +69,16 @@ class Case:
         arrays = {name: getattr(self, name).cpu().numpy() for name in names}
         return Microbatch(sample_rows=np.arange(len(self.cu_seqlens) - 1, dtype=np.int32), width=0, **arrays)
 
+    def target_labels(self) -> Tensor:
+        """Return the labels that the target gives."""
+        rows = label_rows(self.loss_mask.cpu().numpy(), self.cu_seqlens.cpu().numpy())
+        rows_P = torch.from_numpy(rows).to(self.last_hidden.device)
+        return target_labels(self.last_hidden, self.ends.head_VD, rows_P)
+
     def captured(self, objective: ObjectiveConfig, labels_T: Tensor | None = None) -> Features:
         """Return what capture gives for an objective; `labels_T` replaces the target's labels."""
         if objective.labels == "target" and labels_T is None:
-            labels_T = target_labels(self.last_hidden, self.ends.head_VD, self.loss_mask, self.cu_seqlens)
+            labels_T = self.target_labels()
         return Features(self.features, labels_T, self.last_hidden if objective.loss == "kl" else None)
 
     def arguments(self) -> tuple:

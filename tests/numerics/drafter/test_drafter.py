@@ -13,7 +13,6 @@ from dflash_core.drafter.shape import drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.objective.labels import supervised_slots
 from dflash_core.objective.loss import block_embeddings, project_microbatch
-from dflash_core.target.labels import target_labels
 from dflash_core.target.shape import read_shape
 from tests.support.drafter_cases import (
     SHAPE,
@@ -60,7 +59,7 @@ def test_equals_dense_reference(shape, objective, dtype):
     case, drafter = make_case(shape), make_drafter(shape)
     if objective.stop_at_disagreement:
         # the target agrees with every third token, and with five tokens in a row
-        labels = target_labels(case.last_hidden, case.ends.head_VD, case.loss_mask, case.cu_seqlens)
+        labels = case.target_labels()
         agrees = (torch.arange(len(labels)) % 3 == 0) | ((torch.arange(len(labels)) - 31).abs() < 3)
         case.token_ids = torch.where(agrees & (labels >= 0), labels, case.token_ids)
     if dtype == torch.float64:

@@ -11,7 +11,7 @@ import torch
 from dflash_core.config import ObjectiveConfig
 from dflash_core.microbatch import FeatureSpec, Microbatch
 from dflash_core.target.capture import TargetCapture
-from dflash_core.target.labels import target_labels
+from dflash_core.target.labels import label_rows, target_labels
 from dflash_core.target.target import Target
 
 MICROBATCH = Microbatch(
@@ -37,8 +37,8 @@ def test_features_are_what_the_objective_reads(tiny_target_dir: Path, labels: st
     if labels == "data":
         assert features.labels is None
     else:
-        mask, bounds = torch.from_numpy(MICROBATCH.loss_mask), torch.from_numpy(MICROBATCH.cu_seqlens)
-        expected = target_labels(plain.last_hidden, target.head_weight, mask, bounds)
+        rows = torch.from_numpy(label_rows(MICROBATCH.loss_mask, MICROBATCH.cu_seqlens))
+        expected = target_labels(plain.last_hidden, target.head_weight, rows)
         assert torch.equal(features.labels, expected)
     if loss == "cross_entropy":
         assert features.last_hidden is None
