@@ -147,7 +147,13 @@ def microbatch_loss(
         leaves = [
             (k.detach().requires_grad_(backward), v.detach().requires_grad_(backward)) for k, v in context
         ]
-        for blocks in _chunks(rows, agrees_T, drafter.shape.block_size, settings.max_draft_slots):
+        for blocks in draft_chunks(
+            microbatch,
+            settings.device,
+            agrees_T,
+            block_size=drafter.shape.block_size,
+            max_draft_slots=settings.max_draft_slots,
+        ):
             anchor_token_A = rows.token_ids_T[blocks.anchor_A.long()]
             hidden_PD = drafter.forward_blocks(
                 block_embeddings(ends, anchor_token_A, settings.mask_token_id, drafter),
@@ -197,8 +203,20 @@ def _rows_on(device: torch.device, microbatch: Microbatch) -> _Rows:
     return _Rows(*(torch.as_tensor(array).to(device, non_blocking=True) for array in arrays))
 
 
-def _chunks(rows: _Rows, agrees_T: Tensor | None, block_size: int, max_draft_slots: int) -> Iterator[_Blocks]:
-    """Yield whole blocks, at most `max_draft_slots` slots per chunk; one empty chunk without anchors."""
+def draft_chunks(
+    microbatch: Microbatch,
+    device: torch.device,
+    agrees_T: Tensor | None,
+    *,
+    block_size: int,
+    max_draft_slots: int,
+) -> Iterator[_Blocks]:
+    """Yield whole blocks, at most `max_draft_slots` slots per chunk; one empty chunk without anchors.
+
+    Their slots are found on the host, so that it waits for no device, unless supervision ends where the
+    target disagrees (`agrees_T`, on the device).
+    """
+    rows = _rows_on(torch.device("cpu") if agrees_T is None else device, microbatch)
     sample_A = rows.anchor_sample_A.long()
     start_A, end_A = rows.cu_seqlens[sample_A], rows.cu_seqlens[sample_A + 1]
     supervised_AK = supervised_slots(
@@ -209,7 +227,8 @@ def _chunks(rows: _Rows, agrees_T: Tensor | None, block_size: int, max_draft_slo
         chunk = slice(begin, begin + blocks_per_chunk)
         supervised = supervised_AK[chunk]
         slot_P = supervised.flatten().nonzero()[:, 0]
-        yield _Blocks(rows.anchor_A[chunk], start_A[chunk], supervised, slot_P)
+        tensors = (rows.anchor_A[chunk], start_A[chunk], supervised, slot_P)
+        yield _Blocks(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 def _chunk_loss(

@@ -12,7 +12,7 @@ from dflash_core.drafter.drafter import DFlashDrafter, rotary, rotary_tables, ro
 from dflash_core.drafter.shape import drafter_shape
 from dflash_core.errors import UserError
 from dflash_core.objective.labels import supervised_slots
-from dflash_core.objective.loss import block_embeddings, project_microbatch
+from dflash_core.objective.loss import block_embeddings, draft_chunks, project_microbatch
 from dflash_core.target.shape import read_shape
 from tests.support.drafter_cases import (
     SHAPE,
@@ -223,6 +223,18 @@ def test_chunks_hold_at_most_max_draft_slots(monkeypatch):
         chunk_slots.clear()
         run(drafter, case, OBJECTIVES["decay"], max_draft_slots=max_draft_slots)
         assert chunk_slots == expected
+
+
+def test_slots_of_blocks_are_found_without_waiting_for_the_device():
+    """Tensors of the device `meta` have no values: whoever reads one there fails."""
+    microbatch = make_case().microbatch()
+    sizes = {"block_size": 8, "max_draft_slots": 20}
+    on_host = list(draft_chunks(microbatch, torch.device("cpu"), None, **sizes))
+    elsewhere = list(draft_chunks(microbatch, torch.device("meta"), None, **sizes))
+    assert [[t.shape for t in chunk] for chunk in elsewhere] == [
+        [t.shape for t in chunk] for chunk in on_host
+    ]
+    assert all(t.is_meta for chunk in elsewhere for t in chunk)
 
 
 def test_tensor_names_and_shapes_are_those_that_servers_load():
