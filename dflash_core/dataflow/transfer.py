@@ -143,6 +143,9 @@ class _Window:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                # A new thread stands on device 0, where it would make a context.
+                torch.cuda.set_device(self._device)
             finish = _finisher(self._device)
             while (entry := self._queue.get()) is not None:
                 finish(entry[1])

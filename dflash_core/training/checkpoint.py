@@ -89,7 +89,8 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             self._barrier()
-            writer = dcp.FileSystemWriter(partial, sync_files=True)
+            # All tensors are on the CPU; copying ahead would only make a context on GPU 0 for this thread.
+            writer = dcp.FileSystemWriter(partial, sync_files=True, per_thread_copy_ahead=0)
             with _quietly():
                 dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             # Each rank reads its own files (__RANK_*.distcp): digests cost the time of the largest share.
