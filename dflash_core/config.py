@@ -540,6 +540,9 @@ class RunConfig:
         ranks, device_map = self.evaluation.num_ranks, self.target.device_map
         allowed = "1 with target.device_map, which spreads the target over the GPUs"
         _require(ranks == 1 or device_map is None, "evaluation.num_ranks", ranks, allowed)
+        nodes, launcher = self.training.num_nodes, self.training.launcher
+        allowed = f"external with training.num_nodes {nodes}: it prints the command of each node"
+        _require(nodes == 1 or launcher == "external", "training.launcher", launcher, allowed)
         address, on_threads = self.task_runner_address, self.task_runner == "threads"
         allowed = "null with task_runner threads"
         _require(address is None or not on_threads, "task_runner_address", address, allowed)

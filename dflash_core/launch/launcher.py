@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -38,6 +39,8 @@ from dflash_core.redaction import redact
 from dflash_core.references import secret_value
 
 RANK_MODULE = "dflash_core.training.rank"
+# Part of the commands for other machines where they are set here.
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 TERMINATE_SECONDS = 20.0  # from SIGTERM until ranks are killed
 TORCHRUN_SECONDS = 3.0  # from then until torchrun is killed
 POLL_SECONDS = 0.25
@@ -76,9 +79,13 @@ def torchrun_arguments(
 
 
 def node_commands(training: TrainingConfig, run_json: Path) -> list[str]:
-    """Return the command to run on each node, for `training.launcher: external`."""
+    """Return the shell command to run on each node, for `training.launcher: external`."""
+    interfaces = [f"{name}={shlex.quote(os.environ[name])}" for name in INTERFACES if name in os.environ]
     return [
-        " ".join(["python -m torch.distributed.run", *torchrun_arguments(training, run_json, node_rank=node)])
+        f"cd {shlex.quote(os.getcwd())} && "
+        + " ".join([*interfaces, *map(shlex.quote, [sys.executable, "-m", "torch.distributed.run"])])
+        + " "
+        + shlex.join(torchrun_arguments(training, run_json, node_rank=node))
         for node in range(training.num_nodes)
     ]
 
@@ -147,7 +154,13 @@ def start(run_dir: Path, training: TrainingConfig) -> subprocess.Popen[bytes] | 
         return None
     command = [sys.executable, "-m", "dflash_core.launch.launcher", *torchrun_arguments(training, run_json)]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node(training))
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, **known_parent()}
+    # Segments that grow: microbatches of many sizes would leave gaps that nothing fits into.
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        **os.environ,
+        **known_parent(),
+    }
     return subprocess.Popen(command, env=environment, process_group=0)
 
 

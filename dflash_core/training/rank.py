@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from dflash_core.launch.connections import check_connections
 from dflash_core.launch.stop_signal import StopSignal, end_with_parent
 
 if __name__ == "__main__":
@@ -160,8 +161,9 @@ def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -
 
     record.phase("load", step=state.step)
     models = load_models(rank, dtypes, facts["inputs"]["target"])
+    record.phase("connect")
+    check_connections(world)
     if world.layout.split:
-        record.phase("connect")
         connect(world.layout, world.rank, world.device)
 
     groups = _validation_groups(run, rank.schedule)

@@ -34,7 +34,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "split 1+1": {"topology": "split"},
     "split 2+1": {"topology": "split", "num_target_ranks": 2, "max_inflight_microbatches": 1},
     "fsdp2": {"num_drafter_ranks": 2, "parallel": "fsdp2"},
-    "two machines": {"num_drafter_ranks": 2, "num_nodes": 2},
+    "two machines": {"num_drafter_ranks": 2, "num_nodes": 2, "launcher": "external"},
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,13 +48,16 @@ def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path
     assert "slowest: rank 2 (colocated" in launcher.describe_stall(tmp_path, records, 60.0)
 
 
-def test_one_node_needs_no_address_and_several_get_a_command_each() -> None:
+def test_one_node_needs_no_address_and_several_get_a_command_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0,eth1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     one = torchrun_arguments(TrainingConfig(num_drafter_ranks=2), Path("r/run.json"))
     assert one[:3] == ["--standalone", "--nproc-per-node", "2"]
     config = TrainingConfig(topology="split", num_target_ranks=12, num_drafter_ranks=4, num_nodes=2)
     commands = node_commands(config, Path("r/run.json"))
     assert len(commands) == 2
-    assert "--nnodes 2" in commands[1]
+    start = f"cd {shlex.quote(os.getcwd())} && NCCL_SOCKET_IFNAME=eth0,eth1 {shlex.quote(sys.executable)} "
+    assert commands[1].startswith(start + "-m torch.distributed.run --nnodes 2 ")
     assert "--nproc-per-node 8" in commands[1]
     assert "--node-rank 1" in commands[1]
     assert "--rdzv-id r" in commands[1]
