@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dflash_core.config import TrainingConfig
-from dflash_core.errors import UserError
+from dflash_core.errors import UserError, one_line
 from dflash_core.launch.layout import Layout, devices_of_rank, make_layout, ranks_per_node
 
 
@@ -76,12 +76,25 @@ def pick_devices(config: TrainingConfig, *, spread_target: bool = False) -> list
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise UserError("training.device: 'cuda' is not available on this machine; allowed: auto, cpu")
+        raise UserError(
+            f"training.device: 'cuda' is not available on this machine: {_why_no_cuda()}; allowed: auto, cpu"
+        )
     if config.device == "cpu" or not available:
         return [torch.device("cpu")]
     local = int(os.environ.get("LOCAL_RANK", "0"))
     numbers = devices_of_rank(config, local, torch.cuda.device_count(), spread_target=spread_target)
     return [torch.device("cuda", number) for number in numbers]
+
+
+def _why_no_cuda() -> str:
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    # A driver that is too old or absent; torch raises both.
+    except (AssertionError, RuntimeError) as error:
+        return one_line(error)
+    return f"no device is visible (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r})"
 
 
 def rank_of_process() -> int:
