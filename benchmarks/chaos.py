@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos --minutes 60
     python -m benchmarks.chaos --only kill-flow --seed 3        # one kind of fault
-    python -m benchmarks.chaos --minutes 10 --directory DIR     # failed rounds leave their files in DIR/failed
+    python -m benchmarks.chaos --minutes 10 --directory DIR     # files of failed rounds: DIR/failed
 
 Claim: a run of train-dflash with a target rank and a drafter rank is struck at random moments by one of many
 faults: processes killed, stopped or continued, a full disk, rewritten inputs, a clock that jumps back, a
@@ -18,6 +18,7 @@ anything differed. The moments and victims follow from the seed, the fault and t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -97,7 +98,9 @@ class Chaos:
         """Copy the storage root and the output of a failed round to where the next ones leave them."""
         kept = self.root / "failed" / name
         shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(self.root / "runs", kept / "runs", symlinks=True)
+        # Prefect's server may still write.
+        with contextlib.suppress(OSError):
+            shutil.copytree(self.root / "runs", kept / "runs", symlinks=True)
         for pattern in ("*.out", "*.err", "*.log", "services/*.log"):
             for path in self.root.glob(pattern):
                 shutil.copy(path, kept)
