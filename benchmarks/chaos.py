@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos --minutes 60
     python -m benchmarks.chaos --only kill-flow --seed 3        # one kind of fault
-    python -m benchmarks.chaos --minutes 10 --directory DIR     # keep the files, to look at a failure
+    python -m benchmarks.chaos --minutes 10 --directory DIR     # files of failed rounds: DIR/failed
 
 Claim: a run of train-dflash with a target rank and a drafter rank is struck at random moments by one of many
 faults: processes killed, stopped or continued, a full disk, rewritten inputs, a clock that jumps back, a
@@ -18,8 +18,10 @@ anything differed. The moments and victims follow from the seed, the fault and t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -62,7 +64,6 @@ class Chaos:
         self.tallies: dict[str, Tally] = defaultdict(Tally)
         self.served: Served | None = None
         self.num_commands = 0
-        # Without any: not even the undisturbed run was as it should be.
         self.failures: list[str] = []
 
     def run_undisturbed(self) -> None:
@@ -91,6 +92,18 @@ class Chaos:
         if defects:
             self.failures.append(name)
             print(f"    again: --seed {self.seed} --only {name} --round {number}", flush=True)
+            self._keep(f"{name}-{number}")
+
+    def _keep(self, name: str) -> None:
+        """Copy the storage root and the output of a failed round to where the next ones leave them."""
+        kept = self.root / "failed" / name
+        shutil.rmtree(kept, ignore_errors=True)
+        # Prefect's server may still write.
+        with contextlib.suppress(OSError):
+            shutil.copytree(self.root / "runs", kept / "runs", symlinks=True)
+        for pattern in ("*.out", "*.err", "*.log", "services/*.log"):
+            for path in self.root.glob(pattern):
+                shutil.copy(path, kept)
 
     def round(self, name: str, number: int | None = None) -> None:
         """Run the pipeline under one fault until it succeeds, and look at what it leaves.
@@ -205,7 +218,7 @@ def main() -> int:
         "--only", choices=sorted([*FAULTS, *SERVED]), nargs="+", default=[*FAULTS, *SERVED], metavar="FAULT"
     )
     arguments.add_argument("--round", type=int, help="one round of each fault, this one")
-    arguments.add_argument("--directory", type=Path, help="keep the files here")
+    arguments.add_argument("--directory", type=Path, help="work here, and keep the files of failed rounds")
     given = arguments.parse_args()
     # SIGTERM ends everything that was started as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
