@@ -15,6 +15,8 @@ from dflash_core.decoding.evaluation_inputs import EvaluationJob
 from dflash_core.serving.check import engine_counts
 from dflash_core.serving.engine import run_engine
 
+FIELD = "evaluation.engine_python"
+
 
 def engine_speeds(job: EvaluationJob, directory: Path) -> dict[str, Any]:
     """Return version, speeds and differences of the engine's outputs, as JSON types.
@@ -89,7 +91,7 @@ def _answers(
     for kind, asked in requests.items():
         print(f"evaluation: vLLM, {name}, {kind}: {len(prompts)} prompts", flush=True)
         asked = {**asked, "prompts": prompts, "max_num_seqs": num_rows}
-        answers[kind] = run_engine(python, asked, directory, f"{name}-{kind}")
+        answers[kind] = run_engine(python, asked, directory, f"{name}-{kind}", field=FIELD)
     return answers
 
 

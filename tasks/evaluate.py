@@ -22,7 +22,7 @@ from dflash_core.files import content_digest, write_json
 from dflash_core.launch.module_ranks import run_ranks
 from dflash_core.redaction import redacted_exceptions
 from dflash_core.serving.engine import engine_version
-from tasks.engine_speed import engine_speeds
+from tasks.engine_speed import FIELD, engine_speeds
 from tasks.reporting import evaluation_tables, mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.tables import show
@@ -201,9 +201,16 @@ def evaluation_key_inputs(
         "chat_template_digest": _template_digest(data, digests),
         "prompt_rules": {"columns": data.columns, "roles": data.roles} if config.prompts else None,
         "settings": settings,
-        "engine_version": engine_version(Path(config.engine_python)) if config.engine == "vllm" else None,
+        "engine_version": _engine_version(config),
         "engine_python": config.engine_python,
     }
+
+
+def _engine_version(config: EvaluationConfig) -> str | None:
+    """Return the version of the engine that is to be measured; None without one."""
+    if config.engine == "own":
+        return None
+    return engine_version(Path(config.engine_python).absolute(), field=FIELD)
 
 
 def _template_digest(data: DataConfig, digests: FileDigests) -> str | None:

@@ -35,15 +35,15 @@ def run_ranks(module: str, arguments: list[str], num_ranks: int) -> int:
             end_tree(child)
 
 
-def end_tree(child: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants: SIGTERM, `GRACE_SECONDS`, SIGKILL."""
+def end_tree(child: subprocess.Popen[bytes], *, grace_seconds: float = GRACE_SECONDS) -> None:
+    """End a process and its descendants: SIGTERM to the process, which passes it on; then SIGKILL."""
     everyone = []
     with contextlib.suppress(psutil.NoSuchProcess):
         everyone = psutil.Process(child.pid).children(recursive=True)
     child.terminate()
     alive: list[psutil.Process] = []
     try:
-        _, alive = psutil.wait_procs(everyone, timeout=GRACE_SECONDS)
+        _, alive = psutil.wait_procs(everyone, timeout=grace_seconds)
     finally:
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -24,29 +24,35 @@ _PRINT_VERSION = (
 )
 
 
-def engine_version(python: Path) -> str:
+def engine_version(python: Path, *, field: str = "python") -> str:
     """Return the version of vLLM in the environment of `python`.
+
+    Args:
+        field: the setting that names it, for messages.
 
     Raises:
         UserError: no such Python, or no vLLM in its environment.
     """
     if not python.is_file():
         raise UserError(
-            f"python: {str(python)!r} does not exist; allowed: python of an environment with vLLM "
+            f"{field}: {str(python)!r} does not exist; allowed: python of an environment with vLLM "
             "(make serve-env)"
         )
     asked = subprocess.run(
         [str(python), "-P", "-c", _PRINT_VERSION], capture_output=True, text=True, timeout=60
     )
     if asked.returncode:
-        raise UserError(f"python: {str(python)!r} has no vLLM; allowed: python of an environment with it")
+        raise UserError(f"{field}: {str(python)!r} has no vLLM; allowed: python of an environment with it")
     return asked.stdout.strip()
 
 
-def run_engine(python: Path, request: dict[str, Any], directory: Path, name: str) -> dict[str, Any]:
+def run_engine(
+    python: Path, request: dict[str, Any], directory: Path, name: str, *, field: str = "python"
+) -> dict[str, Any]:
     """Run `vllm_engine.py` in the environment of `python` and return its answer.
 
-    Writes `<name>-request.json`, `<name>-answer.json` and `<name>.log` into `directory`.
+    Writes `<name>-request.json`, `<name>-answer.json` and `<name>.log` into `directory`. `field` is as in
+    `engine_version`.
 
     Raises:
         UserError: the engine failed; the message holds the end of its log.
@@ -59,7 +65,7 @@ def run_engine(python: Path, request: dict[str, Any], directory: Path, name: str
     code = _run_child([str(python), "-P", str(SCRIPT), str(asked), str(answered)], _environment(python), log)
     if code or not answered.is_file():
         tail = " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-        raise UserError(f"python: the engine ended with code {code}, log {log}: {tail[-1500:]}")
+        raise UserError(f"{field}: the engine ended with code {code}, log {log}: {tail[-1500:]}")
     return _read(answered)
 
 

@@ -158,6 +158,12 @@ def check_files(config: RunConfig) -> None:
         _check_named(Path(template), "data.chat_template", "a Jinja file")
     for name in config.evaluation.prompts:
         _check_named(Path(os.path.expanduser(name)), "evaluation.prompts", "JSONL files of prompts")
+    engine = config.evaluation.engine_python
+    if config.evaluation.engine == "vllm" and not os.path.isfile(engine):
+        raise UserError(
+            f"evaluation.engine_python: {engine!r} does not exist; allowed: python of an environment with "
+            "vLLM (make serve-env)"
+        )
     if init_from is not None and not os.path.isdir(init_from):
         raise UserError(
             f"training.init_from: {init_from!r} does not exist; allowed: an exported drafter or a run"

@@ -20,7 +20,9 @@ def test_the_engine_is_measured_one_at_a_time_and_in_batches(
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}
 
-    def run_engine(python: Path, request: dict[str, Any], directory: Path, name: str) -> dict[str, Any]:
+    def run_engine(
+        python: Path, request: dict[str, Any], directory: Path, name: str, *, field: str
+    ) -> dict[str, Any]:
         asked[name] = request
         emitted, seconds = ([[1, 2, 2]], 1.0) if request["drafter"] else ([[1] * 5], 2.0)
         answers = [[7, 8, 9, 10, 11] for _ in request["prompts"]]

@@ -19,7 +19,7 @@ from flows.runtime.run_requests import VARIABLE, check_request, is_inside, walk
 HARMLESS = {
     *("deployment", "tracking.experiment", "tracking.group", "regenerate.model"),
     *("target.revision", "target.device_map"),
-    *("data.columns", "data.roles", "data.template_arguments", "data.template_date"),
+    *("data.columns", "data.roles", "data.template_arguments", "data.template_date", "evaluation.columns"),
     # names of stages
     "refresh",
 }
@@ -83,7 +83,9 @@ def test_every_free_string_has_a_rule_or_is_known_to_be_harmless() -> None:
         "tracking.uri": "own",
         "storage_root": "write",
         "task_runner_address": "own",
+        "evaluation.engine_python": "own",
         "drafter_path": "read",
+        "drafter_paths": "read",
         "python": "own",
     }
 
@@ -142,6 +144,7 @@ def test_what_a_request_may_ask_for(project: Path, given: dict[str, Any]) -> Non
         ({"training": {"init_from": "/tmp/evil"}}, "training.init_from"),
         ({"training": {"resume_from": "/tmp/evil"}}, "training.resume_from"),
         ({"drafter_path": "/tmp/evil"}, "drafter_path"),
+        ({"evaluation": {"engine_python": "/tmp/evil"}}, "evaluation.engine_python"),
     ],
 )
 def test_what_a_request_may_not_ask_for(project: Path, given: dict[str, Any], name: str) -> None:

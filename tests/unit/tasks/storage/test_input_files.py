@@ -159,6 +159,12 @@ def test_other_files_are_checked_too(public: Path, field: str) -> None:
         check_files(config)
 
 
+def test_an_engine_that_is_not_there_is_named_before_the_training() -> None:
+    config = from_dict(RunConfig, {"evaluation": {"engine": "vllm", "engine_python": "/nowhere/python"}})
+    with pytest.raises(UserError, match="evaluation.engine_python: '/nowhere/python' does not exist"):
+        check_files(config)
+
+
 @pytest.mark.parametrize(
     "files, name",
     [
