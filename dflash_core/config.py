@@ -390,6 +390,9 @@ class TrainingConfig:
     seed: int = 0
     # ends the training earlier than `epochs` epochs
     max_steps: int | None = None
+    # ends the training after as many steps as fit into this time on this machine. The number is found before
+    # the first step, so the learning rate follows its whole schedule, and is kept when the run resumes
+    max_minutes: float | None = optional_field(default=None)
     # an exported drafter or a run's directory
     init_from: str | None = request_field(None, "read")
     # target: the drafter starts as the target's layers after the last captured one, where shapes agree
@@ -445,6 +448,8 @@ class TrainingConfig:
         _require(is_free, "training.first_weights", self.first_weights, allowed)
         steps = self.max_steps
         _require(steps is None or steps >= 1, "training.max_steps", steps, ">= 1 or null")
+        minutes = self.max_minutes
+        _require(minutes is None or minutes > 0, "training.max_minutes", minutes, "> 0 or null")
         for name in ("checkpoint_every_seconds", "stall_seconds"):
             seconds = getattr(self, name)
             _require(seconds > 0, f"training.{name}", seconds, "> 0")

@@ -33,6 +33,7 @@ from tasks.storage.stages import PUBLISH_SECONDS, RETRY_IO
 
 TRAIN_FIGURES = (
     "steps",
+    "planned_steps",
     "updates",
     "samples",
     "tokens",
@@ -122,7 +123,11 @@ def build_report(
         "dataset": dict(dataset),
         "edges": list(edges),
         "plans": plan_figures(plans),
-        "train": {name: summary.get(name) for name in TRAIN_FIGURES} | _first_and_last(losses),
+        "train": {
+            **{name: summary.get(name) for name in TRAIN_FIGURES},
+            "max_minutes": config.training.max_minutes,
+            **_first_and_last(losses),
+        },
         "validation": _first_and_last(validation),
         "evaluation": dict(evaluation),
         "serve_check": _read_serve_check(run_dir),

@@ -138,7 +138,9 @@ def train(
         previous = runs.point_latest(run.path)
         kind, strategy = "resuming" if is_resumed else "new", config.batching.strategy
         steps = inputs["total_steps"]
-        logger.info("training: %s run %s, %d steps, strategy %s", kind, run.path, steps, strategy)
+        if config.training.max_minutes is not None:
+            steps = f"as many of {steps} as fit into {config.training.max_minutes:g} minutes"
+        logger.info("training: %s run %s, %s steps, strategy %s", kind, run.path, steps, strategy)
         try:
             _train(config, run, inputs)
         except UserError:
@@ -174,6 +176,8 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
     def on_metrics(lines: list[dict[str, Any]]) -> None:
         for line in lines:
             tracker.log(tracking.scalars(line), line["step"], line["time_ms"])
+            # Of a run with training.max_minutes.
+            progress.total = int(line.get("train/total_steps", progress.total))
         progress.update(lines[-1]["step"])
 
     try:
@@ -194,7 +198,7 @@ def _train(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> None
         raise
     finally:
         tracker.close(status)
-    progress.update(total_steps)
+    progress.update(progress.total)
 
 
 def _open_tracker(config: RunConfig, run: RunDirectory, inputs: dict[str, Any]) -> tracking.Tracker:
@@ -245,7 +249,7 @@ class _ProgressArtifact:
         self._artifact: Any = create_progress_artifact(
             0.0,
             key=f"training-{artifacts.slug(deployment)}",
-            description=f"{deployment}: percent of {total_steps} optimizer steps",
+            description=f"{deployment}: percent of the optimizer steps",
         )
 
     def update(self, step: int) -> None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = {
     "faults/training/test_rank.py",
     "integration/training/test_checkpoint.py",
+    "integration/training/test_time_budget.py",
     "numerics/training/test_loop.py",
 }
 

@@ -56,10 +56,10 @@ def validation_assignments(layout: Layout, num_groups: int) -> Iterator[Assignme
 
 
 def assignments_of_rank(
-    layout: Layout, schedule: Schedule, rank: int, *, num_validation_groups: int, first_step: int
+    layout: Layout, schedule: Schedule, rank: int, *, num_validation_groups: int, steps: range
 ) -> Iterator[Assignment]:
-    """Yield the microbatches that a rank captures or trains on: validation, then all steps."""
+    """Yield the microbatches that a rank captures or trains on: validation, then these steps."""
     role = "drafter" if rank in layout.drafters else "target"
-    steps = (assignments_of_step(layout, schedule, s) for s in range(first_step, schedule.total_steps))
-    for assignments in itertools.chain([validation_assignments(layout, num_validation_groups)], steps):
+    of_steps = (assignments_of_step(layout, schedule, step) for step in steps)
+    for assignments in itertools.chain([validation_assignments(layout, num_validation_groups)], of_steps):
         yield from (a for a in assignments if getattr(a, role) == rank)

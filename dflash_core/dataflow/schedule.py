@@ -86,7 +86,9 @@ class Schedule:
                     f"{len(store.train_indices)} training samples; allowed: a plan built from these shards"
                 )
             self._check_lengths(plan, self.paths[epoch])
-        self.total_steps = min(self.first_step[-1], max_steps or self.first_step[-1])
+        # What the plans and training.max_steps give; training.max_minutes may end the run earlier.
+        self.planned_steps = min(self.first_step[-1], max_steps or self.first_step[-1])
+        self.total_steps = self.planned_steps
         if self.total_steps < 1:
             raise UserError(f"plans {[str(p) for p in self.paths]}: no step to train; allowed: at least one")
 

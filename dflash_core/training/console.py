@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LINE_SECONDS = 10.0  # between lines without a terminal
 RECENT_STEPS = 50  # their mean time predicts the remaining time
+FORECAST_STEPS = 5  # after so many steps, the time that the training takes is printed
 
 
 class Console:
@@ -36,6 +37,12 @@ class Console:
             self._bar = Progress(TextColumn("training"), BarColumn(), text, console=rich.console.Console())
             self._task = self._bar.add_task("", total=total_steps, completed=completed_steps, text="")
             self._bar.start()
+
+    def end_at(self, total_steps: int, capture_end: int) -> None:
+        """End earlier than planned."""
+        self.total, self.capture_end = total_steps, capture_end
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=total_steps)
 
     def print_line(self, text: str) -> None:
         """Print a line that stays."""
@@ -62,6 +69,8 @@ class Console:
         whole, trained = (sum(column) / len(self._recent) for column in zip(*self._recent))
         capturing = max(0, self.capture_end - completed)
         left = whole * capturing + trained * (self.total - completed - capturing)
+        if len(self._recent) == completed - self.first == FORECAST_STEPS < self.total - self.first:
+            self.print_line(f"{duration(left)} left for {self.total - completed} steps, {whole:.2f} s each")
         text = (
             f"step {completed}/{self.total}  loss {'-' if loss is None else f'{loss:.3f}'}  "
             f"position 1 {metrics['train/accuracy_position_1']:.1%}  "

@@ -12,6 +12,7 @@ chunk of blocks, and their number differs between ranks. One flat reduction per 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ STOP, OUT_OF_MEMORY = "stop", "out of memory"  # reasons of a rank for not compl
 class Trainer:
     """A drafter rank's training: steps, validations, checkpoints, export.
 
-    `deliveries` yields this rank's validation microbatches, then those of every step.
+    `deliveries`, set before each of these calls, yields what it works on: `begin` this rank's validation
+    microbatches, `rehearse` those of its steps, and `train` those of all steps, after those of validation if
+    the run has not begun. `closing` is to be closed in any case.
     """
 
     run: RunSpec
@@ -64,7 +67,6 @@ class Trainer:
     checkpoints: Checkpointer
     state: State
     drafter: DFlashDrafter
-    deliveries: Iterator[Delivery]
     loss_settings: LossSettings
     spec: FeatureSpec
     num_validation_groups: int  # over all ranks
@@ -80,7 +82,47 @@ class Trainer:
         self.saved_step, self.save_is_late = -1, False
         self.last_save = time.monotonic()
         self.work = {"capture": 0.0, "train": 0.0}  # seconds of all ranks since this process started
-        self._first_epoch_end = min(self.schedule.first_step[1], self.schedule.total_steps)
+        self.deliveries: Iterator[Delivery] = iter(())
+        self.validation: Validation | None = None
+        self.closing = contextlib.ExitStack()
+
+    @property
+    def _first_epoch_end(self) -> int:
+        return min(self.schedule.first_step[1], self.schedule.total_steps)
+
+    @property
+    def _capture_end(self) -> int:
+        cached = self.run.config.target.cache != "none"
+        return self._first_epoch_end if cached else self.schedule.total_steps
+
+    def begin(self) -> None:
+        """Open metrics and console, and capture the validation microbatches."""
+        if self.world.is_leader:
+            self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
+            self.console = Console(self.schedule.total_steps, self.state.step, self._capture_end)
+            self.closing.callback(self.console.close)
+        self.validation = self._capture_validation()
+
+    def end_at(self, total_steps: int) -> None:
+        """End the run earlier than planned; record the number in checkpoints and metrics."""
+        self.schedule.total_steps = self.state.facts["total_steps"] = total_steps
+        if self.world.is_leader:
+            self.metrics.write(self.state.step, {"train/total_steps": total_steps})
+            self.console.end_at(total_steps, self._capture_end)
+
+    def rehearse(self, steps: range) -> float:
+        """Run steps as in training, update included, and change nothing by it.
+
+        Returns:
+            The seconds of captures, per rank.
+        """
+        initial, self.initial = self.initial, None
+        capture_seconds = sum(self._update(step, 0.0)[0].spent["capture"] for step in steps)
+        self.initial = initial
+        for moments in self.optimizer.state.values():
+            for tensor in moments.values():
+                tensor.zero_()
+        return capture_seconds / len(self.world.layout.targets)
 
     def train(self) -> None:
         """Run all steps, export the drafter and write summary.json.
@@ -89,18 +131,14 @@ class Trainer:
             Stopped: after SIGTERM on any rank, with a checkpoint of the last completed step.
             RunFailed: out of memory, with what to change.
         """
-        if self.world.is_leader:
-            self.metrics = MetricsFile(self.run.directory / "metrics.jsonl", self.state.step)
-            cached = self.run.config.target.cache != "none"
-            capture_end = self._first_epoch_end if cached else self.schedule.total_steps
-            self.console = Console(self.schedule.total_steps, self.state.step, capture_end)
         try:
-            self.validation = self._capture_validation()
-            self._validate_when_due()
+            if self.validation is None:
+                self.begin()
+            self.validate_when_due()
             while self.state.step < self.schedule.total_steps:
                 self._step()
                 self._write_initial_loss_when_due()
-                self._validate_when_due()
+                self.validate_when_due()
                 self._save_when_due()
             self._finish()
         except Stopped:
@@ -113,13 +151,20 @@ class Trainer:
                 raise
             self._save_alone()
             raise Stopped from None
-        finally:
-            if self.world.is_leader:
-                self.console.close()
 
     def _step(self) -> None:
-        """Run one optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW."""
-        step, started = self.state.step, time.monotonic()
+        """Run the next step and count it."""
+        step, settings = self.state.step, self.run.config.optimizer
+        outcome, seconds = self._update(step, learning_rate(step, self.schedule.total_steps, settings))
+        self._log(outcome, seconds=seconds)
+
+    def _update(self, step: int, rate: float) -> tuple[StepOutcome, float]:
+        """Run one optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW.
+
+        Returns:
+            The figures of the step, and its seconds.
+        """
+        started = time.monotonic()
         self.record.take_seconds()  # drops the seconds between steps
         self.gradients.zero()
         self.gradients.gather_weights()
@@ -129,18 +174,14 @@ class Trainer:
         sums, spent = self._agree(sums, stop_reason, local_seconds)
         self.gradients.reduce(self.world.gradients)
         self.record.phase("update")
-        weight, settings = float(sums.weight_sum) or 1.0, self.run.config.optimizer
-        outcome = StepOutcome(
-            sums=sums,
-            spent=spent,
-            gradient_norm=float(self.gradients.normalise(weight, settings.clip_norm)),
-            learning_rate=learning_rate(step, self.schedule.total_steps, settings),
-        )
+        weight, clip_norm = float(sums.weight_sum) or 1.0, self.run.config.optimizer.clip_norm
+        norm = float(self.gradients.normalise(weight, clip_norm))
+        outcome = StepOutcome(sums=sums, spent=spent, gradient_norm=norm, learning_rate=rate)
         if outcome.changed_weights:
             for group in self.optimizer.param_groups:
-                group["lr"] = outcome.learning_rate
+                group["lr"] = rate
             self.optimizer.step()
-        self._log(outcome, seconds=time.monotonic() - started - local_seconds[INITIAL_LOSS])
+        return outcome, time.monotonic() - started - local_seconds[INITIAL_LOSS]
 
     def _forward_backward(self, step: int) -> tuple[LossSums, str]:
         """Add up the gradients of this rank's microbatches; return their sums and a reason to stop, or ""."""
@@ -264,12 +305,13 @@ class Trainer:
         self.clock.take()  # the first step's seconds start here
         return Validation(deliveries, self.loss_settings, self.decode, self.stop)
 
-    def _validate_when_due(self) -> None:
+    def validate_when_due(self) -> None:
         """Validate at step 0, every `validate_every` steps and at the end, once each."""
         state = self.state
         due = state.step % self.config.validate_every == 0 or state.step == self.schedule.total_steps
         if not due or state.validated_step == state.step or not self.num_validation_groups:
             return
+        assert self.validation is not None
         self.record.phase("validate", step=state.step)
         if self.world.is_leader:
             self.console.show_activity(f"validating at step {state.step}")
@@ -334,7 +376,13 @@ class Trainer:
         save_drafter(drafter, self.run.directory / "drafter")
         exported_step = self.state.best_step if best is not None else self.state.step
         advice = self._advice()
-        summary = summarise(self.state, self.run, exported_step=exported_step, advice=advice)
+        summary = summarise(
+            self.state,
+            self.run,
+            planned_steps=self.schedule.planned_steps,
+            exported_step=exported_step,
+            advice=advice,
+        )
         if self.world.layout.world_size > 1:
             self.console.print_line(advice)
         write_json(self.run.directory / "summary.json", summary)

@@ -17,9 +17,10 @@ if __name__ == "__main__":
     stop_signal = StopSignal()
     end_with_parent()
 
+import contextlib
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,18 +43,20 @@ from dflash_core.dataflow.schedule import (
     validation_groups,
     validation_rows,
 )
-from dflash_core.dataflow.transfer import capture_here, connect, receive, serve
+from dflash_core.dataflow.transfer import Delivery, capture_here, connect, receive, serve
 from dflash_core.decoding.during_training import decoder_of, draftable_prompts, end_answers
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import RunFailed, Stopped, UserError
 from dflash_core.launch.layout import make_layout, role_of
 from dflash_core.launch.process_groups import World, rank_of_process, set_up, tear_down
 from dflash_core.launch.rank_status import RankRecord, reporting
+from dflash_core.launch.stop_signal import PEER_GRACE_SECONDS
 from dflash_core.microbatch import FeatureSpec, Microbatch
 from dflash_core.objective.loss import LossSettings
 from dflash_core.target.capture import Capture
 from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
+from dflash_core.training import time_budget
 from dflash_core.training.checkpoint import Checkpointer, check_free_disk, verify
 from dflash_core.training.initial_loss import InitialLoss
 from dflash_core.training.loop import Trainer
@@ -137,6 +140,7 @@ class Models:
 
 def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -> None:
     """Take part in a run from its newest checkpoint to its end."""
+    started = time_budget.now()
     transformers_logging.disable_progress_bar()  # many ranks, one console
     rank = Rank(run, world, record, stop, run.open_schedule(run.open_store()))
     facts = world.broadcast(run.facts(rank.schedule) if world.is_leader else None)
@@ -148,7 +152,10 @@ def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -
     stored = None if chosen is None else read_state(chosen)
     dtypes = world.broadcast(pick_dtypes(run, world, stored) if world.is_leader else None)
     state = stored or State()
+    stored_steps = _stored_steps(state, rank.schedule)
     state.facts = {**facts, "dtypes": {k: dtype_name(v) for k, v in dtypes.items()}}
+    if stored_steps is not None:
+        state.facts["total_steps"] = rank.schedule.total_steps = stored_steps
     state.mlflow_run_id = run.mlflow_run_id or state.mlflow_run_id
 
     record.phase("load", step=state.step)
@@ -159,22 +166,71 @@ def run_rank(run: RunSpec, world: World, record: RankRecord, stop: StopSignal) -
 
     groups = _validation_groups(run, rank.schedule)
     make = _microbatch_maker(run, rank.schedule, groups)
-    assignments = assignments_of_rank(
-        world.layout, rank.schedule, world.rank, num_validation_groups=len(groups), first_step=state.step
-    )
-    feed = Prefetcher(assignments, make, run.config.training.prefetch)
+    trainer = None
     try:
         if models.drafter is None:
-            _capture_to_the_end(rank, models, feed, make)
+            _probe_capture(rank, models, make)
         else:
             trainer = build_trainer(
-                rank, models, feed, checkpoints, state, num_groups=len(groups), is_resumed=chosen is not None
+                rank, models, checkpoints, state, num_groups=len(groups), is_resumed=chosen is not None
             )
-            _train_to_the_end(trainer, chosen, make, models.capture)
+            _prepare(trainer, chosen, make, models.capture)
+        _run_steps(rank, models, trainer, make, state, num_groups=len(groups), started=started)
     except torch.OutOfMemoryError as error:
         raise RunFailed(out_of_memory_advice(run)) from error
     finally:
-        feed.close()
+        if trainer is not None:
+            trainer.closing.close()
+
+
+def _run_steps(
+    rank: Rank,
+    models: Models,
+    trainer: Trainer | None,
+    make: MakeMicrobatch,
+    state: State,
+    *,
+    num_groups: int,
+    started: float,
+) -> None:
+    """Find the number of steps where `training.max_minutes` asks for it, and run to the end."""
+    schedule = rank.schedule
+
+    def stretch(steps: range, work: Callable[[], None], *, num_groups: int = 0) -> None:
+        assignments = assignments_of_rank(
+            rank.world.layout, schedule, rank.world.rank, num_validation_groups=num_groups, steps=steps
+        )
+        feed = Prefetcher(assignments, make, rank.run.config.training.prefetch)
+        try:
+            if trainer is None:
+                _capture(rank, models, feed)
+            else:
+                trainer.deliveries = _deliveries(rank, models, feed, trainer.clock)
+                work()
+        finally:
+            feed.close()
+
+    if rank.run.config.training.max_minutes is not None and "total_steps" not in state.facts:
+        with _stopped_with_peers(rank.stop):
+            schedule.total_steps = time_budget.fit_steps(
+                rank.run, rank.world, schedule, trainer, stretch, num_groups=num_groups, started=started
+            )
+        num_groups = 0
+    end = trainer.train if trainer is not None else lambda: None
+    stretch(range(state.step, schedule.total_steps), end, num_groups=num_groups)
+
+
+@contextlib.contextmanager
+def _stopped_with_peers(stop: StopSignal) -> Iterator[None]:
+    """Raise `Stopped` for a collective that fails because another rank has received a stop signal first."""
+    try:
+        yield
+    except (RunFailed, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        if not stop.wait(PEER_GRACE_SECONDS):
+            raise
+        raise Stopped from error
 
 
 def load_models(rank: Rank, dtypes: dict[str, torch.dtype], target_fingerprint: str) -> Models:
@@ -209,36 +265,28 @@ def build_capture(rank: Rank, target: Target, spec: FeatureSpec, target_fingerpr
 def build_trainer(
     rank: Rank,
     models: Models,
-    feed: Prefetcher[Microbatch],
     checkpoints: Checkpointer,
     state: State,
     *,
     num_groups: int,
     is_resumed: bool,
 ) -> Trainer:
-    """Return the trainer of a drafter rank, its microbatches captured here or received from target ranks."""
+    """Return the trainer of a drafter rank."""
     run, world, config = rank.run, rank.world, rank.run.config.training
     drafter, loss_settings, spec = models.drafter, models.loss_settings, models.spec
     assert drafter is not None
     assert loss_settings is not None
-    clock = DeviceClock(world.device)
-    if models.capture is not None:
-        deliveries = capture_here(feed, models.capture, rank.record, clock, world.device)
-    else:
-        inflight = config.max_inflight_microbatches
-        deliveries = receive(feed, spec, rank.record, clock, world.device, inflight)
     checks_initial_loss = config.check_initial_loss and not is_resumed
     return Trainer(
         run=run,
         world=world,
         record=rank.record,
-        clock=clock,
+        clock=DeviceClock(world.device),
         stop=rank.stop,
         schedule=rank.schedule,
         checkpoints=checkpoints,
         state=state,
         drafter=drafter,
-        deliveries=deliveries,
         loss_settings=loss_settings,
         spec=spec,
         num_validation_groups=num_groups,
@@ -247,10 +295,19 @@ def build_trainer(
     )
 
 
-def _train_to_the_end(
-    trainer: Trainer, chosen: Path | None, make: MakeMicrobatch, capture: Capture | None
-) -> None:
-    """Load the chosen checkpoint, probe the memory, train."""
+def _deliveries(
+    rank: Rank, models: Models, feed: Prefetcher[Microbatch], clock: DeviceClock
+) -> Iterator[Delivery]:
+    """Return the microbatches of a drafter rank, captured here or received from target ranks."""
+    device = rank.world.device
+    if models.capture is not None:
+        return capture_here(feed, models.capture, rank.record, clock, device)
+    inflight = rank.run.config.training.max_inflight_microbatches
+    return receive(feed, models.spec, rank.record, clock, device, inflight)
+
+
+def _prepare(trainer: Trainer, chosen: Path | None, make: MakeMicrobatch, capture: Capture | None) -> None:
+    """Load the chosen checkpoint and probe the memory."""
     run, world, checkpoints = trainer.run, trainer.world, trainer.checkpoints
     if world.is_leader:
         keep_last = run.config.training.keep_last
@@ -272,22 +329,23 @@ def _train_to_the_end(
         world=world,
     )
     _print_line(world, line)
-    trainer.train()
 
 
-def _capture_to_the_end(
-    rank: Rank, models: Models, feed: Prefetcher[Microbatch], make: MakeMicrobatch
-) -> None:
-    """Probe the memory, then capture and send to the drafter ranks."""
+def _probe_capture(rank: Rank, models: Models, make: MakeMicrobatch) -> None:
+    """Probe the memory of a target rank."""
     run, device, capture = rank.run, rank.world.device, models.capture
-    assert capture is not None
     rank.record.phase("probe")
     line = probe_memory(
         run, rank.schedule, make, capture=capture, spec=models.spec, record=rank.record, device=device
     )
     _print_line(rank.world, line)
-    inflight = run.config.training.max_inflight_microbatches
-    serve(feed, capture, rank.record, rank.stop, device, inflight)
+
+
+def _capture(rank: Rank, models: Models, feed: Prefetcher[Microbatch]) -> None:
+    """Capture and send to the drafter ranks."""
+    assert models.capture is not None
+    inflight = rank.run.config.training.max_inflight_microbatches
+    serve(feed, models.capture, rank.record, rank.stop, rank.world.device, inflight)
 
 
 def _print_line(world: World, line: str) -> None:
@@ -328,6 +386,19 @@ def _choose_checkpoint(run: RunSpec, checkpoints: Checkpointer, facts: dict[str,
         check_compatible(newest, read_state(newest), facts)
         print(f"resuming from {newest} at step {read_state(newest).step}", flush=True)
     return newest
+
+
+def _stored_steps(state: State, schedule: Schedule) -> int | None:
+    """Return the number of steps that a checkpoint's run found for `training.max_minutes`, if it did.
+
+    Raises:
+        UserError: the plans do not have so many.
+    """
+    steps = state.facts.get("total_steps")
+    if steps is not None and not (type(steps) is int and 1 <= steps <= schedule.planned_steps):
+        allowed = f"1 to the {schedule.planned_steps} steps of the plans"
+        raise UserError(f"state.json: facts.total_steps is {steps!r}; allowed: {allowed}")
+    return steps
 
 
 def _validation_groups(run: RunSpec, schedule: Schedule) -> Groups:

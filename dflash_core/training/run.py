@@ -35,6 +35,9 @@ from dflash_core.target.shape import read_shape
 from dflash_core.target.target import Target
 from dflash_core.training.state import State, changed_fields
 
+# Facts of a checkpoint that its run found out on its machine, once in its life, and that a resume keeps.
+FOUND_HERE = ("dtypes", "total_steps")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -127,7 +130,7 @@ def check_compatible(path: Path, state: State, facts: dict[str, Any]) -> None:
     Raises:
         UserError: with each differing field and both values.
     """
-    stored = {k: v for k, v in state.facts.items() if k != "dtypes"}
+    stored = {k: v for k, v in state.facts.items() if k not in FOUND_HERE}
     if lines := changed_fields(stored, facts):
         raise UserError(
             f"training.resume_from: checkpoint {path} does not fit this run (checkpoint -> run): "

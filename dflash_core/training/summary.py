@@ -13,7 +13,9 @@ from dflash_core.training.run import RunSpec
 from dflash_core.training.state import State
 
 
-def summarise(state: State, run: RunSpec, *, exported_step: int | None, advice: str) -> dict[str, Any]:
+def summarise(
+    state: State, run: RunSpec, *, planned_steps: int, exported_step: int | None, advice: str
+) -> dict[str, Any]:
     """Return the contents of summary.json: counters of the whole run, resumed parts included.
 
     The report's `train` and `validation` sections are made of it.
@@ -21,6 +23,7 @@ def summarise(state: State, run: RunSpec, *, exported_step: int | None, advice: 
     Args:
         state: after the last step.
         run: its directory holds the records of all ranks.
+        planned_steps: those of the plans, of which training.max_minutes may have left out the last.
         exported_step: the step whose weights were exported.
         advice: see `split_advice`.
     """
@@ -30,6 +33,7 @@ def summarise(state: State, run: RunSpec, *, exported_step: int | None, advice: 
     return {
         "run_key": run.run_key,
         "steps": state.step,
+        "planned_steps": planned_steps,
         "updates": state.updates,
         "samples": state.samples,
         "tokens": state.tokens,

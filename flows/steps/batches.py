@@ -172,7 +172,8 @@ def predict_seconds(config: RunConfig, epochs: Sequence[PlanPointer], model: Cos
     Returns:
         None for a run that captures once and trains often, or that ends early.
     """
-    if config.target.cache != "none" or config.training.max_steps is not None:
+    training = config.training
+    if config.target.cache != "none" or training.max_steps is not None or training.max_minutes is not None:
         return None
     used = [plans.load_plan(config, pointer) for pointer in epochs[: config.training.epochs]]
     return sum(predict(plan.work, model).seconds for plan in used)

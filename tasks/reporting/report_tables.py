@@ -102,7 +102,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("rows rejected, exact repeats kept", f"{show(data['num_rejected'])}, {show(data['num_repeats'])}"),
         ("rows over data.max_length, tokens lost by it", over_length_text(data)),
         ("strategy, padding efficiency", f"{report['strategy']}, {show(plan['padding_efficiency'], 4)}"),
-        ("steps, samples seen", f"{show(train['steps'])}, {show(train['samples'])}"),
+        ("steps, samples seen", f"{steps_text(train)}, {show(train['samples'])}"),
         ("real tokens/s", show(train["tokens_per_second"], 0)),
         ("training loss", f"{show(train['loss_first'])} -> {show(train['loss_last'])}"),
         ("validation loss", f"{show(validation['loss_first'])} -> {show(validation['loss_last'])}"),
@@ -110,6 +110,14 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         *serving_rows(report.get("serve_check")),
         ("MLflow run", str(report["mlflow_run_id"])),
     ]
+
+
+def steps_text(train: Mapping[str, Any]) -> str:
+    """Return the number of steps, next to that of the plans where a time limit left some out."""
+    steps, planned = train["steps"], train.get("planned_steps") or train["steps"]
+    if steps == planned:
+        return show(steps)
+    return f"{show(steps)} of {show(planned)} (training.max_minutes {train['max_minutes']:g})"
 
 
 def evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import signal
 from typing import Any
@@ -18,6 +19,13 @@ def probed(rank: int) -> None:
     from dflash_core.training import memory_probe
 
     memory_probe.has_fixed_memory = lambda device: True
+
+
+def slow_clock(rank: int, *, seconds: float) -> None:
+    """Replace the clock of `training.max_minutes` by one that moves by so many seconds at each reading."""
+    from dflash_core.training import time_budget
+
+    time_budget.now = map(seconds.__mul__, itertools.count()).__next__
 
 
 def out_of_memory(rank: int, *, at: int, call: int, what: str = "train") -> None:

@@ -21,3 +21,8 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do() -> None:
         UserError, match="data.rewritten_history: 'last_turn' .* allowed: unsupervised, refuse"
     ):
         from_dict(RunConfig, {"data": {"rewritten_history": "last_turn"}})
+
+
+def test_a_time_limit_is_part_of_the_key_where_it_is_set() -> None:
+    assert "max_minutes" not in decisive(TrainingConfig())
+    assert decisive(TrainingConfig(max_minutes=3.0))["max_minutes"] == 3.0

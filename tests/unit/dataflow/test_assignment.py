@@ -38,7 +38,9 @@ def test_every_microbatch_is_captured_and_trained_once_in_its_step(
     by_rank = [
         a
         for rank in layout.drafters
-        for a in assignments_of_rank(layout, schedule, rank, num_validation_groups=0, first_step=0)
+        for a in assignments_of_rank(
+            layout, schedule, rank, num_validation_groups=0, steps=range(schedule.total_steps)
+        )
     ]
     assert len(by_rank) == sum(schedule.plan(e).num_microbatches for e in range(3))
 
@@ -46,7 +48,11 @@ def test_every_microbatch_is_captured_and_trained_once_in_its_step(
 def test_both_ends_of_a_pair_see_their_microbatches_in_one_order(schedule: Schedule) -> None:
     layout = make_layout(split(3, 2))
     walk = {
-        rank: list(assignments_of_rank(layout, schedule, rank, num_validation_groups=3, first_step=1))
+        rank: list(
+            assignments_of_rank(
+                layout, schedule, rank, num_validation_groups=3, steps=range(1, schedule.total_steps)
+            )
+        )
         for rank in range(5)
     }
     for drafter in layout.drafters:
@@ -69,9 +75,15 @@ def test_targets_share_an_uneven_remainder(schedule: Schedule) -> None:
 
 def test_a_resume_continues_with_the_next_step(schedule: Schedule) -> None:
     layout = make_layout(TrainingConfig())
-    whole = list(assignments_of_rank(layout, schedule, 0, num_validation_groups=0, first_step=0))
+    whole = list(
+        assignments_of_rank(layout, schedule, 0, num_validation_groups=0, steps=range(schedule.total_steps))
+    )
     for step in (1, schedule.first_step[1] - 1, schedule.first_step[1], schedule.total_steps - 1):
-        rest = list(assignments_of_rank(layout, schedule, 0, num_validation_groups=0, first_step=step))
+        rest = list(
+            assignments_of_rank(
+                layout, schedule, 0, num_validation_groups=0, steps=range(step, schedule.total_steps)
+            )
+        )
         assert rest == [a for a in whole if a.step >= step]
 
 

@@ -55,3 +55,11 @@ def test_many_sources_are_cut_with_a_count() -> None:
     assert len(rows) == report_tables.SHOWN_SOURCES + 2
     assert rows[0]["source"] == f"s{number - 1}"
     assert [row["source"] for row in rows[-2:]] == ["3 more, in profile.json", "all"]
+
+
+def test_steps_that_a_time_limit_left_out() -> None:
+    limited = {"steps": 445, "planned_steps": 1900, "max_minutes": 3.0}
+    assert report_tables.steps_text(limited) == "445 of 1,900 (training.max_minutes 3)"
+    assert report_tables.steps_text(limited | {"steps": 1900}) == "1,900"
+    # A report of a run before there was such a limit.
+    assert report_tables.steps_text({"steps": 445}) == "445"
