@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_core.config import DataConfig, RunConfig, decisive, from_dict, to_dict
+from dflash_core.config import DataConfig, RunConfig, TrainingConfig, decisive, from_dict, to_dict
 from dflash_core.errors import UserError
 
 
