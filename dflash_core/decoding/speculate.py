@@ -202,24 +202,33 @@ def plain_answers(
 
     At most `batch_size` prompts are decoded at the same time; prompts start in their order.
     """
-    rows = _Rows(target, prompts, range(len(prompts)) if numbers is None else numbers, sampling, margin=0)
     num_yielded = 0
-    while True:
-        # Not around the yield: the consumer's code must not run in inference mode.
-        with torch.inference_mode():
-            any_live = rows.refill()
-            if any_live:
-                hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, rows.lengths_B[:, None])
-                rows.lengths_B = rows.lengths_B + 1
-                rows.choose(target.logits(hidden_B1D[:, 0]))
+    for rows in _plain_steps(target, prompts, sampling, numbers):
         for i in rows.finished[num_yielded:]:
             yield i, rows.generations[i]
         num_yielded = len(rows.finished)
-        if not any_live:
-            return
 
 
+def plain_steps(target: Target, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[list[Generation]]:
+    """Yield the answers of `plain_decode` so far, after the prefill and after each step."""
+    for rows in _plain_steps(target, prompts, sampling, None):
+        yield rows.generations
+
+
+# As a decorator: the consumer's code does not run in inference mode.
 @torch.inference_mode()
+def _plain_steps(
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, numbers: Sequence[int] | None
+) -> Iterator[_Rows]:
+    rows = _Rows(target, prompts, range(len(prompts)) if numbers is None else numbers, sampling, margin=0)
+    while rows.refill():
+        yield rows
+        hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, rows.lengths_B[:, None])
+        rows.lengths_B = rows.lengths_B + 1
+        rows.choose(target.logits(hidden_B1D[:, 0]))
+    yield rows
+
+
 def speculative_decode(
     target: Target,
     drafter: DFlashDrafter,
@@ -238,11 +247,31 @@ def speculative_decode(
     """
     check_pair(target, drafter)
     started = time.perf_counter()
+    *_, generations = speculative_steps(target, drafter, prompts, sampling, numbers=numbers)
+    return Decoded(generations, time.perf_counter() - started)
+
+
+@torch.inference_mode()
+def speculative_steps(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[list[Generation]]:
+    """Yield the answers of `speculative_decode` so far, after the prefill and after each step.
+
+    Raises:
+        UserError: the drafter was trained for other layers, another width or another vocabulary.
+    """
+    check_pair(target, drafter)
     numbers = range(len(prompts)) if numbers is None else numbers
     rows = _Rows(target, prompts, numbers, sampling, margin=drafter.shape.block_size)
     slots_K = torch.arange(drafter.shape.block_size, device=target.device)
     context = DrafterContext(drafter, rows.num_rows, rows.num_slots, like=target.embed_weight)
     while rows.refill(context):
+        yield rows.generations
         positions_BK = rows.lengths_B[:, None] + slots_K
         draft_logits_BkV = context.draft_logits(target, rows.anchors_B, rows.lengths_B)
         drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
@@ -251,7 +280,7 @@ def speculative_decode(
         context.append(features, positions_BK)
         accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
         rows.take(drafts_Bk, accepted_B, bonus_B)
-    return Decoded(rows.generations, time.perf_counter() - started)
+    yield rows.generations
 
 
 def _check_ids(target: Target, prompts: Sequence[Prompt]) -> None:

@@ -26,6 +26,8 @@ def test_a_choice_that_does_not_exist_is_refused_with_those_that_do() -> None:
 def test_a_time_limit_is_part_of_the_key_where_it_is_set() -> None:
     assert "max_minutes" not in decisive(TrainingConfig())
     assert decisive(TrainingConfig(max_minutes=3.0))["max_minutes"] == 3.0
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
