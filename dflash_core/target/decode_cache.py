@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+# Slots are read in whole multiples of this, so that a sum over them has the same order at each length.
+SLOT_MULTIPLE = 16
+
 
 @dataclass
 class DecodeCache:
@@ -26,6 +29,9 @@ class DecodeCache:
     # By layer: keys and values, each [rows * slots, G, H].
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.num_slots = _rounded_up(self.num_slots)
+
     def begin_packed(self, rows_T: torch.Tensor, positions_T: torch.Tensor) -> None:
         """Set the row and the position of each token of the next packed forward."""
         self.written = rows_T * self.num_slots + positions_T
@@ -33,30 +39,39 @@ class DecodeCache:
     def begin(self, positions_BK: torch.Tensor) -> None:
         """Set the positions of the tokens of the next forward, in rows 0..B-1."""
         self.positions_BK = positions_BK
-        self.end = int(positions_BK.max()) + 1
-        assert self.end <= self.num_slots, f"position {self.end - 1} in a cache of {self.num_slots} slots"
+        last = int(positions_BK.max())
+        assert last < self.num_slots, f"position {last} in a cache of {self.num_slots} slots"
+        self.end = _rounded_up(last + 1)
         rows_B1 = torch.arange(len(positions_BK), device=positions_BK.device)[:, None]
         self.written = (rows_B1 * self.num_slots + positions_BK).flatten()
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._biases: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def store(self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor) -> None:
         """Store the new keys and values, packed ones as [1, G, T, H]."""
+        self.write(layer, *(x.transpose(1, 2).flatten(0, 1) for x in (key_BGKH, value_BGKH)))
+
+    def write(self, layer: int, key_RGH: torch.Tensor, value_RGH: torch.Tensor) -> None:
+        """Store the new keys and values of all tokens, one after another."""
         if layer not in self.layers:
             # Zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN.
             self.layers[layer] = tuple(  # type: ignore[assignment]
-                x.new_zeros(self.num_rows * self.num_slots, x.shape[1], x.shape[3])
-                for x in (key_BGKH, value_BGKH)
+                x.new_zeros(self.num_rows * self.num_slots, *x.shape[1:]) for x in (key_RGH, value_RGH)
             )
-        for buffer, new in zip(self.layers[layer], (key_BGKH, value_BGKH)):
-            buffer.index_copy_(0, self.written, new.transpose(1, 2).flatten(0, 1))
+        for buffer, new in zip(self.layers[layer], (key_RGH, value_RGH)):
+            buffer.index_copy_(0, self.written, new)
 
     def visible(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views [B, G, slots, H] of the keys and values up to the last position in use."""
-        keys, values = (
-            x.unflatten(0, (-1, self.num_slots))[: len(self.positions_BK), : self.end].transpose(1, 2)
-            for x in self.layers[layer]
-        )
+        """Return views [B, G, slots, H] of the keys and values up to the last position in use, or further."""
+        keys, values = (self._view(x) for x in self.layers[layer])
         return keys, values
+
+    def _view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a buffer by row, group and slot: one call, where slicing would take five."""
+        _, num_groups, width = buffer.shape
+        size = (len(self.positions_BK), num_groups, self.end, width)
+        per_slot = num_groups * width
+        return buffer.as_strided(size, (self.num_slots * per_slot, width, per_slot, 1))
 
     def mask(self, repeats: int, window: int | None) -> torch.Tensor:
         """Return which slots of its row each new token sees, bool [B, 1, repeats * K, slots].
@@ -71,6 +86,14 @@ class DecodeCache:
                 seen &= slots > positions - window
             self._masks[repeats, window] = seen.repeat(1, 1, repeats, 1)
         return self._masks[repeats, window]
+
+    def bias(self, repeats: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return `mask` as what it adds to scores: 0 where a token sees a slot, else minus infinity."""
+        if (repeats, window) not in self._biases:
+            seen = self.mask(repeats, window)
+            hidden = torch.full_like(seen, float("-inf"), dtype=dtype)
+            self._biases[repeats, window] = hidden.masked_fill_(seen, 0.0)
+        return self._biases[repeats, window]
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Move row rows[i] to row i; rows[i] is i, or a row behind the last one that stays."""
@@ -113,6 +136,10 @@ class TokenCache:
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Move row rows[i] to row i, as `DecodeCache.keep_rows` does."""
         move_rows(self.tokens.view(self.num_rows, self.num_slots), rows)
+
+
+def _rounded_up(slots: int) -> int:
+    return -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
 def move_rows(buffer: torch.Tensor, rows: torch.Tensor) -> None:

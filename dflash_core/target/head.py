@@ -51,9 +51,10 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's own logits [..., V] of its states after the final norm [..., D]."""
-        return self._finish(self.raw(hidden))
+        return self.finish(self.raw(hidden))
 
-    def _finish(self, logits: Tensor) -> Tensor:
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return what the model makes of W h."""
         if self.bias_V is not None:
             logits = logits + self.bias_V
         if self.scale != 1.0:

@@ -12,6 +12,7 @@ Shape letters: T packed tokens, D target width, L captured layers, V vocabulary,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -28,9 +29,11 @@ from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache, TokenCache
 from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
+from dflash_core.target.few_tokens import FewTokens, is_plain
 from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import decoder_of, load_model
 from dflash_core.target.mode import TargetMode, checked_mode, expected_mode
+from dflash_core.target.packed_linear import MAX_FEW_ROWS, FewRows, fits, packs
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -241,11 +244,30 @@ class Target:
         def keep(slot: int, hidden: torch.Tensor) -> None:
             features[..., self._columns(slot)] = hidden.to(self.device)
 
+        if self._few_tokens is not None:
+
+            def keep_layer(i: int, hidden: torch.Tensor) -> None:
+                if i in self.layer_ids:
+                    keep(self.layer_ids.index(i), hidden)
+
+            return self._few_tokens(token_ids_BK, cache, positions_BK, keep_layer), features
         with begin(Pass(cache=cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
                 input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False
             ).last_hidden_state
         return out.to(self.device), features
+
+    @functools.cached_property
+    def _few_tokens(self) -> FewTokens | None:
+        """The fast way of `decode`, made when it is first needed; None: the model's own forward."""
+        return FewTokens(self.model, self.decoder) if is_plain(self.model, self.decoder) else None
+
+    @functools.cached_property
+    def _few_head(self) -> FewRows | None:
+        """lm_head for few rows, made when it is first needed; None: as for many rows."""
+        weight = self.head_weight
+        can_pack = weight.device.type == "cpu" and packs(weight.dtype) and fits([weight])
+        return FewRows(weight, pack=True) if can_pack else None
 
     def _decode_whole(
         self, token_ids_BK: torch.Tensor, cache: TokenCache, positions_BK: torch.Tensor
@@ -266,11 +288,14 @@ class Target:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's own logits of its states after the final norm, [..., D] -> [..., V]."""
-        return self.head.logits(hidden)
+        return self.head.finish(self.draft_logits(hidden))
 
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of a drafter's final states, [..., D] -> [..., V]: lm_head's bare weight."""
-        return self.head.raw(hidden)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if len(rows) > MAX_FEW_ROWS or self._few_head is None:
+            return self.head.raw(hidden)
+        return self._few_head(rows).view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -176,8 +176,8 @@ def test_decoding_rows_of_different_lengths_equals_a_plain_forward(tiny_target_d
     for i, (row, s) in enumerate(zip(rows, starts)):
         plain = target.capture(row[: s + 8], np.array([0, s + 8], dtype=np.int32), want_last_hidden=True)
         assert plain.last_hidden is not None
-        torch.testing.assert_close(features[i], plain.hidden[s:], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(hidden[i], plain.last_hidden[s:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(features[i], plain.hidden[s:], rtol=1e-5, atol=5e-5)
+        torch.testing.assert_close(hidden[i], plain.last_hidden[s:], rtol=1e-5, atol=5e-5)
 
 
 def test_sliding_window_layers_match_transformers(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""Decoding steps of plain decoders on a CPU: a few tokens per row, without the model's own modules.
+
+Why: of a step of a small target, most of the time passes between the products: a module call, a hook, a
+cast and a copy each cost as much as a small product. Here a layer is about twenty calls of torch: products
+with packed weights (see `packed_linear`), one rotation for queries and keys, masks and rotary tables once
+per step.
+
+Which targets: those whose layers are exactly one of `KINDS`, unchanged: norm, attention, norm, gated MLP.
+Every other target decodes by the model's own forward, which is also the reference in the tests;
+`check_target` compares what is computed here with the model alone.
+
+Guarantee: where weights are packed, the bits of a token's states depend neither on how many tokens are read
+with it nor on their rows, so plain and speculative decoding compute the same.
+
+Shape letters: B rows, K tokens per row, R = B * K, N query heads, G key/value heads, M = N / G, H head dim,
+D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_core.target.decode_cache import DecodeCache
+from dflash_core.target.packed_linear import FewRows, fits, packs
+
+# Layers of transformers that compute as `_Layer` does, by module and class.
+KINDS = {
+    ("transformers.models.llama.modeling_llama", "LlamaDecoderLayer"),
+    ("transformers.models.mistral.modeling_mistral", "MistralDecoderLayer"),
+    ("transformers.models.qwen2.modeling_qwen2", "Qwen2DecoderLayer"),
+    ("transformers.models.qwen3.modeling_qwen3", "Qwen3DecoderLayer"),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+# In float32 a query's bits depend on the number of queries below this one, and a product's below two rows.
+MIN_QUERIES = 3
+
+
+def is_plain(model: Any, decoder: Any) -> bool:
+    """Return True for a model on the CPU whose decoder computes as `FewTokens` does."""
+    kinds = {(type(layer).__module__, type(layer).__qualname__) for layer in decoder.layers}
+    parts = list(decoder.modules())
+    return (
+        kinds <= KINDS
+        and all(type(part) is nn.Linear for part in parts if isinstance(part, nn.Linear))
+        and type(model.get_input_embeddings()) is nn.Embedding
+        and model.config.get_text_config().hidden_act == "silu"
+        and all(p.device.type == "cpu" and p.dtype in DTYPES for p in decoder.parameters())
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        # as packages wrap it that move weights between devices
+        and not any("forward" in vars(part) for part in parts)
+    )
+
+
+class FewTokens:
+    """The layers of a plain decoder, for a few tokens per row over a `DecodeCache`."""
+
+    def __init__(self, model: Any, decoder: Any) -> None:
+        self.embed_VD = model.get_input_embeddings().weight
+        self.rotary = decoder.rotary_emb
+        dtype = self.embed_VD.dtype
+        pack = packs(dtype) and fits(layer_weights(decoder))
+        self.layers = [_Layer(layer, pack=pack) for layer in decoder.layers]
+        self.norm = _Norm(decoder.norm)
+        # Two rows where one alone would round otherwise.
+        self.doubles = pack and dtype == torch.float32
+
+    def __call__(
+        self,
+        ids_BK: Tensor,
+        cache: DecodeCache,
+        positions_BK: Tensor,
+        keep: Callable[[int, Tensor], None],
+    ) -> Tensor:
+        """Return states after the final norm [B, K, D]; `cache.begin` was called with the positions.
+
+        Args:
+            ids_BK, cache, positions_BK: as in `Target.decode`.
+            keep: called with each layer's number and output [B, K, D].
+        """
+        if self.doubles and ids_BK.numel() == 1:
+            twice = positions_BK.expand(1, 2)
+            cache.begin(twice)
+            states = self(ids_BK.expand(1, 2), cache, twice, lambda i, x: keep(i, x[:, :1]))
+            return states[:, :1]
+        shape = (*ids_BK.shape, -1)
+        x_RD = F.embedding(ids_BK, self.embed_VD).flatten(0, 1)
+        tables = self._tables(x_RD, positions_BK)
+        for i, layer in enumerate(self.layers):
+            x_RD = layer(i, x_RD, cache, tables)
+            keep(i, x_RD.view(shape))
+        return self.norm(x_RD).view(shape)
+
+    def _tables(self, x_RD: Tensor, positions_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [R, 1, H], sin with the sign of x rolled by H / 2."""
+        cos, sin = self.rotary(x_RD, positions_BK)
+        cos_RH, sin_RH = cos.flatten(0, 1), sin.flatten(0, 1)
+        first, second = sin_RH.chunk(2, dim=-1)
+        return cos_RH[:, None], torch.cat([-first, second], dim=-1)[:, None]
+
+
+class _Norm:
+    """RMSNorm of transformers: computed in float32, rounded, then times the weight."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Layer:
+    """One layer: x + o(attention(norm x)), then x + down(silu(gate(norm x)) * up(norm x))."""
+
+    def __init__(self, layer: Any, *, pack: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_dim, self.scaling = attention.head_dim, attention.scaling
+        self.window = _window(attention)
+        self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.norms = None
+        if hasattr(attention, "q_norm"):
+            self.norms = _Norm(attention.q_norm), _Norm(attention.k_norm)
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.num_query_heads, self.num_key_heads = (p.out_features // self.head_dim for p in projections[:2])
+        biases = [p.bias for p in projections]
+        bias = None if biases[0] is None else torch.cat(biases)
+        self.qkv = FewRows(torch.cat([p.weight for p in projections]), bias, pack=pack)
+        self.o, self.gate, self.up, self.down = (
+            FewRows(p.weight, p.bias, pack=pack)
+            for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+
+    def __call__(self, i: int, x_RD: Tensor, cache: DecodeCache, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the output [R, D]; the keys and values of layer i join the cache."""
+        heads_RNH = self.qkv(self.before(x_RD)).unflatten(-1, (-1, self.head_dim))
+        num_rotated = self.num_query_heads + self.num_key_heads
+        rotated = heads_RNH[:, :num_rotated]
+        if self.norms is not None:
+            halves = rotated.split([self.num_query_heads, self.num_key_heads], dim=1)
+            rotated = torch.cat([norm(half) for norm, half in zip(self.norms, halves)], dim=1)
+        cos, sin = tables
+        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        cache.write(i, rotated[:, self.num_query_heads :], heads_RNH[:, num_rotated:])
+        attended_RD = self._attend(i, rotated[:, : self.num_query_heads], cache)
+        x_RD = self.o.plus(attended_RD, x_RD)
+        normed_RD = self.between(x_RD)
+        return self.down.plus(self.up.times(normed_RD, self.gate.silu(normed_RD)), x_RD)
+
+    def _attend(self, i: int, query_RNH: Tensor, cache: DecodeCache) -> Tensor:
+        """Attend to what the cache holds, [R, N * H]; query heads of a key head stand side by side."""
+        num_rows, num_groups = len(cache.positions_BK), self.num_key_heads
+        query = query_RNH.view(num_rows, -1, num_groups, self.num_query_heads // num_groups, self.head_dim)
+        _, num_new, _, repeats, _ = query.shape
+        query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_groups, -1, self.head_dim)
+        copies = 1
+        if query.dtype == torch.float32 and query.shape[2] < MIN_QUERIES:
+            copies = MIN_QUERIES
+            query = query.repeat(1, 1, copies, 1)
+        keys, values = cache.visible(i)
+        bias = cache.bias(copies * repeats, self.window, query.dtype)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scaling)
+        out = out[:, :, : repeats * num_new].unflatten(2, (repeats, num_new))
+        return out.permute(0, 3, 1, 2, 4).reshape(len(query_RNH), -1)
+
+
+def layer_weights(decoder: Any) -> Iterator[Tensor]:
+    """Yield the weights that packing copies."""
+    for module in decoder.layers.modules():
+        if isinstance(module, nn.Linear):
+            yield module.weight
+
+
+def _window(attention: Any) -> int | None:
+    """Return the tokens that a query of a layer sees, as its forward passes them; None: all."""
+    if type(attention).__name__ == "MistralAttention":
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
