@@ -22,6 +22,7 @@ from dflash_core.decoding.acceptance import (
     find_divergences,
 )
 from dflash_core.decoding.generate import answer_text
+from dflash_core.decoding.near_ties import plain_margin
 from dflash_core.decoding.prompt_sets import PromptSets
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Decoded, Prompt, plain_decode, speculative_decode
@@ -164,7 +165,11 @@ def evaluate(
         total.generations = [total.generations[i] for i in place]
     result = Evaluation(prompts, sampling, drafter.shape.block_size, target.compute_dtype, plain, speculative)
     if not sampling.temperature:
-        result.divergences = find_divergences(plain.generations, speculative.generations)
+
+        def margin_at(i: int, position: int) -> float:
+            return plain_margin(target, prompts[i].token_ids, plain.generations[i].token_ids, position)
+
+        result.divergences = find_divergences(plain.generations, speculative.generations, margin_at)
         shortest = order[0]
         answer = plain.generations[shortest].token_ids[:COMPARED_TOKENS]
         result.model_divergence = difference_from_model(target, shortest, prompts[shortest], answer)
