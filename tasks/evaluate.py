@@ -60,6 +60,7 @@ def evaluate_drafter(
     num_prompts: int,
     max_new_tokens: int,
     compute_dtype: str,
+    drafter_dtype: str,
     temperature: float,
     batch_size: int,
     where: dict[str, Any],
@@ -74,6 +75,7 @@ def evaluate_drafter(
 
     from dflash_core.data.chat import load_tokenizer
     from dflash_core.decoding.evaluate import decode_all
+    from dflash_core.decoding.int8 import as_decoded
     from dflash_core.decoding.prompt_sets import PromptSets
     from dflash_core.decoding.sampling import Sampling
     from dflash_core.drafter.export import load_drafter
@@ -96,9 +98,10 @@ def evaluate_drafter(
     target.end_answers(tokenizer, inputs.data)
     sets = PromptSets([prompt_set["name"] for prompt_set in prompt_sets], num_prompts, inputs)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, batch_size=batch_size)
-    result = decode_all(target, drafter.to(target.compute_dtype), sets, sampling)
+    result = decode_all(target, as_decoded(drafter, target, drafter_dtype), sets, sampling)
     report = result.report()
     report["prompt_sets"] = prompt_sets
+    report["drafter_dtype"] = drafter_dtype if drafter_dtype == "int8" else report["compute_dtype"]
     report["target_mode"] = target.mode.describe()
     # null: the target's own template, without arguments
     report["chat_template_digest"] = chat_template_digest
