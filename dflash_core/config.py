@@ -477,6 +477,9 @@ class EvaluationConfig:
     num_single_prompts: int = execution_field(8)
     max_new_tokens: int = execution_field(64)
     compute_dtype: DType = execution_field("float32")
+    # of the drafter's weights; auto: compute_dtype. int8, on a CPU, drafts faster and leaves the output as it
+    # is, but moves the acceptance length a little
+    drafter_dtype: Literal["auto", "int8"] = execution_field("auto")
     # 0: greedy
     temperature: float = execution_field(0.0)
     batch_size: int = execution_field(1)

@@ -8,7 +8,7 @@ or beyond the limit are neither emitted nor counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,6 @@ class Generation:
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
-    # Per token, plain greedy decoding only: gap of the two best logits in bfloat16 steps.
-    margins: list[float] = field(default_factory=list)
     # "end" at an end token, "length" at the limit, empty before.
     finished: str = ""
 
@@ -88,15 +86,26 @@ class Divergence:
         return vars(self) | {"near_tie": self.near_tie}
 
 
-def find_divergences(plain: Sequence[Generation], speculative: Sequence[Generation]) -> list[Divergence]:
-    """Return the first difference of each prompt's greedy outputs; empty when every token is equal."""
+def find_divergences(
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    margin_at: Callable[[int, int], float] = lambda prompt, position: float("inf"),
+) -> list[Divergence]:
+    """Return the first difference of each prompt's greedy outputs; empty when every token is equal.
+
+    Args:
+        margin_at: from a prompt's index and a new token's to the gap of the two best logits there, in
+            bfloat16 steps; called for differences alone.
+    """
     divergences = []
     for prompt, (a, b) in enumerate(zip(plain, speculative, strict=True)):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids)
             shorter = min(len(a.token_ids), len(b.token_ids))
             position = next((i for i, (x, y) in enumerate(pairs) if x != y), shorter)
-            margin = a.margins[position] if position < len(a.margins) else float("inf")
+            # One output may end where the other goes on; no rounding does that.
+            is_token = position < shorter
+            margin = margin_at(prompt, position) if is_token else float("inf")
             divergences.append(Divergence(prompt, position, margin))
     return divergences
 

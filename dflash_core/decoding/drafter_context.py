@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_core.decoding.int8 import Int8Drafter
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.decode_cache import move_rows
@@ -67,7 +68,9 @@ class DrafterContext:
         hidden_BKD = self.drafter.forward_blocks(
             embeds_BKD, self.layers, context_start_A=start_B, anchor_A=start_B + lengths_B.int()
         )
-        return target.draft_logits(hidden_BKD[:, 1:])
+        head = self.drafter.head if isinstance(self.drafter, Int8Drafter) else target.draft_logits
+        logits: Tensor = head(hidden_BKD[:, 1:])
+        return logits
 
 
 def check_pair(target: Target, drafter: DFlashDrafter) -> None:

@@ -22,6 +22,7 @@ from dflash_core.decoding.acceptance import (
     bfloat16_steps,
     find_divergences,
 )
+from dflash_core.decoding.near_ties import plain_margin
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.shares import ALONE, Share
 from dflash_core.decoding.speculate import Decoded, Prompt, plain_decode, speculative_decode
@@ -188,7 +189,11 @@ def evaluate(
     block_size, dtype = drafter.shape.block_size, target.compute_dtype
     result = Evaluation(prompts, sampling, block_size, dtype, plain, speculative, timings)
     if not sampling.temperature:
-        result.divergences = find_divergences(plain.generations, speculative.generations)
+
+        def margin_at(i: int, position: int) -> float:
+            return plain_margin(target, prompts[i].token_ids, plain.generations[i].token_ids, position)
+
+        result.divergences = find_divergences(plain.generations, speculative.generations, margin_at)
         shortest = min(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
         answer = plain.generations[shortest].token_ids[:COMPARED_TOKENS]
         result.model_divergence = difference_from_model(target, shortest, prompts[shortest], answer)

@@ -22,6 +22,7 @@ from dflash_core.data.chat import load_tokenizer
 from dflash_core.decoding.evaluate import Evaluation, Progress, evaluate, has_room
 from dflash_core.decoding.evaluation_inputs import EvaluationJob
 from dflash_core.decoding.generate import answer_text
+from dflash_core.decoding.int8 import as_decoded
 from dflash_core.decoding.prompt_sets import PromptSets, spread
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.shares import ALONE, Share
@@ -30,6 +31,7 @@ from dflash_core.drafter.export import load_drafter
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
 from dflash_core.launch.stop_signal import end_with_parent
+from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.target import Target
 
 RESULT, ERROR = "result.json", "error.txt"
@@ -71,7 +73,7 @@ def run_evaluation(job: EvaluationJob, share: Share = ALONE) -> dict[str, Any]:
         temperature=settings.temperature,
         batch_size=settings.batch_size,
     )
-    drafter.to(target.compute_dtype)
+    drafter = as_decoded(drafter, target, settings.drafter_dtype)
     evaluation, num_without_room = decode_all(target, drafter, sets, sampling, share)
     single = decode_singly(target, drafter, evaluation, settings.num_single_prompts, share)
     report = full_report(evaluation, single)
@@ -79,6 +81,7 @@ def run_evaluation(job: EvaluationJob, share: Share = ALONE) -> dict[str, Any]:
     report["target_mode"] = target.mode.describe()
     report["protocol"] |= {
         "template_arguments": inputs.data.template_arguments,
+        "drafter_dtype": "int8" if settings.drafter_dtype == "int8" else dtype_name(target.compute_dtype),
         "device": describe_device(device),
         "threads": torch.get_num_threads(),
         "ranks": share.size,

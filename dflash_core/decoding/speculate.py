@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_core.decoding.acceptance import Generation, bfloat16_steps
+from dflash_core.decoding.acceptance import Generation
 from dflash_core.decoding.drafter_context import DrafterContext, check_pair
 from dflash_core.decoding.sampling import Sampling, accept_greedy, accept_sampled, probabilities, sample
 from dflash_core.drafter.drafter import DFlashDrafter
@@ -141,10 +141,7 @@ class _Rows:
             weights_BV = probabilities(logits_BV, self.sampling.temperature)
             tokens_B = sample(weights_BV, self.uniforms(1, first)[:, 0])
         else:
-            top = logits_BV.float().topk(2, dim=-1)
-            tokens_B = top.indices[:, 0]
-            for i, margin in zip(live, bfloat16_steps(*top.values.cpu().numpy().T)):
-                self.generations[i].margins.append(float(margin))
+            tokens_B = logits_BV.argmax(-1)
         self.anchors_B = torch.cat([self.anchors_B[:first], tokens_B])
         for i, token in zip(live, tokens_B.tolist()):
             self.generations[i].first(token, limit=self.sampling.max_new_tokens, eos_ids=self.target.eos_ids)

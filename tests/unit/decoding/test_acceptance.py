@@ -108,14 +108,14 @@ def test_bfloat16_steps_by_hand() -> None:
 
 
 def test_divergences_name_the_first_token_and_its_margin() -> None:
-    plain = [
-        Generation([1, 2, 3], margins=[50.0, 1.5, 9.0]),
-        Generation([4, 5], margins=[9.0, 80.0]),
-        Generation([6]),
-    ]
+    margins = {(0, 1): 1.5, (1, 1): 80.0}
+    plain = [Generation([1, 2, 3]), Generation([4, 5]), Generation([6])]
     speculative = [Generation([1, 8, 3]), Generation([4, 6]), Generation([6])]
-    first, second = find_divergences(plain, speculative)
+    first, second = find_divergences(plain, speculative, lambda *place: margins[place])
     assert (first.prompt, first.position, first.margin_steps, first.near_tie) == (0, 1, 1.5, True)
     assert (second.prompt, second.position, second.margin_steps, second.near_tie) == (1, 1, 80.0, False)
-    [shorter] = find_divergences([Generation([1, 2], margins=[3.0, 4.0])], [Generation([1])])
-    assert shorter.position == 1
+
+
+def test_an_output_that_ends_earlier_is_no_near_tie() -> None:
+    [shorter] = find_divergences([Generation([1, 2])], [Generation([1])], lambda *place: 0.0)
+    assert (shorter.position, shorter.near_tie) == (1, False)
