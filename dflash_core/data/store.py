@@ -51,6 +51,8 @@ SAMPLE_COLUMNS = {
 KEY_RANGE = 1 << 64
 # Shards whose two large files are mapped at a time.
 MOST_MAPPED = 256
+# Where no vocabulary is given: what int32 holds.
+_MOST_IDS = 1 << 31
 
 
 def validation_threshold(keys: ArrayLike, *, share: float, minimum: int) -> int:
@@ -288,8 +290,8 @@ class TokenStore:
             ids = self._mapped(shard)[0][start:end]
             if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
                 raise UserError(
-                    f"{self.shards[shard] / 'tokens.bin'}: sample {row - int(self._first_row[shard])} has the "
-                    f"token id {wrong[0]}; allowed by the target's embedding: 0 to {self._vocab_size - 1}. "
+                    f"{self.shards[shard] / 'tokens.bin'}: sample {row - int(self._first_row[shard])} has "
+                    f"the token id {wrong[0]}; allowed by the target's embedding: 0 to {self._vocab_size - 1}. "
                     "Ingest the file again, or take the tokenizer of the target"
                 )
 
