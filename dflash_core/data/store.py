@@ -291,8 +291,8 @@ class TokenStore:
             if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
                 raise UserError(
                     f"{self.shards[shard] / 'tokens.bin'}: sample {row - int(self._first_row[shard])} has "
-                    f"the token id {wrong[0]}; allowed by the target's embedding: 0 to {self._vocab_size - 1}. "
-                    "Ingest the file again, or take the tokenizer of the target"
+                    f"the token id {wrong[0]}; allowed by the target's embedding: 0 to "
+                    f"{self._vocab_size - 1}. Ingest the file again, or take the tokenizer of the target"
                 )
 
     def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

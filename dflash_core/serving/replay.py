@@ -66,9 +66,11 @@ def engine_divergences(
     `margin_steps` is the gap of the target's two best logits there in bfloat16 steps, by our own forward
     pass.
     """
-    outputs = [[Generation(token_ids=ids) for ids in answer["token_ids"]] for answer in (plain, speculative)]
+    without, with_drafter = (
+        [Generation(token_ids=ids) for ids in answer["token_ids"]] for answer in (plain, speculative)
+    )
     divergences = []
-    for divergence in find_divergences(*outputs):
+    for divergence in find_divergences(without, with_drafter):
         prompt, position = divergence.prompt, divergence.position
         tokens = np.array([*prompts[prompt], *plain["token_ids"][prompt][:position]])
         captured = target.capture(tokens, np.array([0, len(tokens)], dtype=np.int32), want_last_hidden=True)
