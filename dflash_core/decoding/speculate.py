@@ -29,6 +29,7 @@ from dflash_core.decoding.acceptance import Generation, bfloat16_steps
 from dflash_core.decoding.drafter_context import DrafterContext, check_pair
 from dflash_core.decoding.sampling import Sampling, accept_greedy, accept_sampled, probabilities, sample
 from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.errors import UserError
 from dflash_core.target.target import Target
 
 # Prompt tokens read in one forward pass; a longer prompt is read alone.

@@ -116,6 +116,7 @@ class Trainer:
         finally:
             if self.world.is_leader:
                 self.console.close()
+                self.metrics.close()
 
     def _step(self) -> None:
         """Run one optimizer update: gradients of all microbatches, one agreement, one reduction, AdamW."""

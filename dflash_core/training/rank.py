@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 
 from dflash_core.launch.stop_signal import StopSignal, end_with_parent
+from dflash_core.redaction import redact_output
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: a stop that arrives meanwhile counts.
     stop_signal = StopSignal()
     end_with_parent()
+    redact_output()
 
 import os
 import traceback
@@ -110,6 +112,7 @@ def main(path: Path, stop: StopSignal) -> int:
         return 1
     finally:
         tear_down()
+        record.close()
     return 0
 
 
