@@ -280,10 +280,11 @@ class TokenStore:
             shard, start, end = self._locate(row)
             ids = self._mapped(shard)[0][start:end]
             if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
-                path, number = self.shards[shard] / "tokens.bin", row - int(self._first_row[shard])
+                path, most = self.shards[shard] / "tokens.bin", self._vocab_size - 1
+                number = row - int(self._first_row[shard])
                 raise UserError(
-                    f"{path}: sample {number} has the token id {wrong[0]}; allowed by the target's embedding: 0 "
-                    f"to {self._vocab_size - 1}. Ingest the file again, or take the tokenizer of the target"
+                    f"{path}: sample {number} has the token id {wrong[0]}; allowed by the target's "
+                    f"embedding: 0 to {most}. Ingest the file again, or take the tokenizer of the target"
                 )
 
     def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

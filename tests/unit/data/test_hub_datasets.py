@@ -87,7 +87,7 @@ def test_a_new_commit_is_fetched_and_named(hub: StubHub, tmp_path: Path) -> None
     _, contents, said = fetch("owner/chats/data", tmp_path)
     assert contents == [b"a\n", b"new\n"]
     after = hub.datasets["owner/chats"].commit("main")
-    assert f"at commit {after[:12]}, before: {before[:12]}; " in said[0]
+    assert f"at commit {after[:12]}, before: {before[:12]}; " in said[-1]
 
 
 def test_without_network_the_last_commit_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

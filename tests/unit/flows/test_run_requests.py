@@ -85,6 +85,8 @@ def test_every_free_string_has_a_rule_or_is_known_to_be_harmless() -> None:
         "task_runner_address": "own",
         "drafter_path": "read",
         "python": "own",
+        "target.download_limit_gb": "own",
+        "data.download_limit_gb": "own",
     }
 
 
