@@ -130,10 +130,13 @@ class TargetConfig:
     cache_limit_gb: float = execution_field(8.0)
     # passed to transformers, for targets larger than one GPU
     device_map: str | None = execution_field(None)
+    # a larger model is not fetched from the Hub
+    download_limit_gb: float = execution_field(200.0, "own")
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "target.name", self.name, "a package alias, a hub name or a directory")
-        _require(self.cache_limit_gb > 0, "target.cache_limit_gb", self.cache_limit_gb, "> 0")
+        for name in ("cache_limit_gb", "download_limit_gb"):
+            _require(getattr(self, name) > 0, f"target.{name}", getattr(self, name), "> 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,8 @@ class DataConfig:
     max_over_length_share: float = 0.5
     validation_share: float = 0.01
     min_validation_samples: int = 32
+    # of each name on the Hub, its files together: larger ones are not fetched
+    download_limit_gb: float = execution_field(100.0, "own")
 
     def __post_init__(self) -> None:
         share = self.validation_share
@@ -182,6 +187,7 @@ class DataConfig:
             _require(0 <= value <= 1, f"data.{name}", value, "0 to 1")
         _require(0 <= share < 1, "data.validation_share", share, "0 to below 1")
         _at_least(self, "data", 1, "min_validation_samples")
+        _require(self.download_limit_gb > 0, "data.download_limit_gb", self.download_limit_gb, "> 0")
         _check_template(self.template_arguments, self.template_date)
         _check_columns("data.columns", self.columns)
         for role, mapped in self.roles.items():

@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import re
+import sys
 import traceback
 import urllib.parse
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 HIDDEN = "***"
 # Shorter values are no secrets worth the name, and would hide parts of ordinary words.
@@ -102,6 +103,30 @@ def redacted_exceptions() -> Iterator[None]:
 
 def _redact_argument(argument: Any) -> Any:
     return redact(argument) if isinstance(argument, str) else argument
+
+
+class _RedactedStream:
+    """A text stream that hides secrets in each text that is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def redact_output() -> None:
+    """Redact what this process prints and logs from now on: remarks, progress, tracebacks."""
+    sys.stdout, sys.stderr = _RedactedStream(sys.stdout), _RedactedStream(sys.stderr)  # type: ignore[assignment]
+    redact_log_records()
 
 
 def redact_log_records() -> None:

@@ -56,7 +56,8 @@ def find_sources(
     if not data.files:
         return [Source(stdlib_corpus.SOURCE, stdlib_corpus.corpus_digest())]
     return [
-        Source(str(path), digests.of(path)) for path in fetch_files(data.files, digests.storage_root, say)
+        Source(str(path), digests.of(path))
+        for path in fetch_files(data.files, digests.storage_root, say, limit_gb=data.download_limit_gb)
     ]
 
 

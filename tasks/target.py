@@ -66,18 +66,24 @@ def tokenizer_fingerprint(directory: Path) -> str:
     "target",
     version=2,
     sources=("dflash_core.target.materialise",),
-    locations=("name",),
+    locations=("name", "download_limit_gb"),
     # Another fingerprint would be another target to every stage and run that follows.
     libraries=("transformers",),
     is_costly=True,
     **RETRY_IO,
 )
-def materialise_target(out: Path, *, identity: dict[str, Any], name: str) -> dict[str, Any]:
+def materialise_target(
+    out: Path, *, identity: dict[str, Any], name: str, download_limit_gb: float
+) -> dict[str, Any]:
     """Write the model into `out/model`."""
     from dflash_core.target.materialise import materialise
 
     written = materialise(
-        name, out / "model", revision=identity["revision"], trust_remote_code=identity["trust_remote_code"]
+        name,
+        out / "model",
+        revision=identity["revision"],
+        trust_remote_code=identity["trust_remote_code"],
+        download_limit_gb=download_limit_gb,
     )
     return {"fingerprint": written.fingerprint, "tokenizer_fingerprint": tokenizer_fingerprint(out / "model")}
 
@@ -161,4 +167,5 @@ def target_pointer(
         refresh=refresh,
         identity=identity(target, digests),
         name=target.name,
+        download_limit_gb=target.download_limit_gb,
     )

@@ -8,6 +8,7 @@ tokens come from the environment, are read by huggingface_hub alone, and are nev
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_core.data.download_size import check_download
 from dflash_core.data.hub_names import ALLOWED, HubName, local_names, parse, path_files, shown, split_files
 from dflash_core.errors import UserError
 from dflash_core.files import bytes_digest, complete_file, file_sha256, write_json
@@ -33,6 +35,8 @@ class Resolved:
     files: tuple[str, ...]
     # As the data set card names it; "" where it names none.
     licence: str
+    # Bytes of each file, where the Hub names them.
+    sizes: tuple[int | None, ...] = ()
     # Read from the record of the last run, for lack of network.
     is_recorded: bool = False
 
@@ -46,7 +50,9 @@ def resolve(text: str, storage_root: Path) -> Resolved:
     """
     name = parse(text)
     try:
-        info = _api().dataset_info(name.repository, revision=name.revision, timeout=_REQUEST_SECONDS)
+        info = _api().dataset_info(
+            name.repository, revision=name.revision, timeout=_REQUEST_SECONDS, files_metadata=True
+        )
     except Exception as error:
         if not _is_unreachable(error):
             raise UserError(_reason(error, name)) from error
@@ -61,23 +67,31 @@ def resolve(text: str, storage_root: Path) -> Resolved:
         raise UserError(
             f"data.files: {text!r}: the Hub names the commit {info.sha!r:.60}; allowed: 40 hex digits"
         )
-    listed = sorted(sibling.rfilename for sibling in info.siblings or ())
+    sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
+    listed = sorted(sizes)
     files = split_files(name, listed) if name.path is None else path_files(name, name.path, listed)
     return Resolved(
-        repository=name.repository, commit=str(info.sha), files=tuple(files), licence=_licence(info)
+        repository=name.repository,
+        commit=str(info.sha),
+        files=tuple(files),
+        licence=_licence(info),
+        sizes=tuple(sizes[file] for file in files),
     )
 
 
-def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -> list[Path]:
+def fetch(
+    text: str, storage_root: Path, say: Callable[[str], object] = print, *, limit_gb: float = math.inf
+) -> list[Path]:
     """Return the local files of a name; those that are missing are downloaded.
 
     Args:
         text: the name.
         storage_root: files and commits are kept in `hub/` below it.
-        say: called with a line per new commit, which names the data set's licence.
+        say: called with a line before a download, and one per new commit, which names the data set's licence.
+        limit_gb: a larger download is refused.
 
     Raises:
-        UserError: as `resolve`, or a download failed.
+        UserError: as `resolve`, or a download is too large or failed.
     """
     resolved = resolve(text, storage_root)
     name, last = parse(text), _recorded(parse(text), storage_root)
@@ -86,9 +100,13 @@ def fetch(text: str, storage_root: Path, say: Callable[[str], object] = print) -
         say(f"{text}: no network; commit {resolved.commit[:12]} of the last run is used")
         return targets
     sizes = _recorded_sizes(name, storage_root, resolved.commit)
-    for path, target in zip(resolved.files, targets):
-        if not _is_whole(target, sizes.get(path)):
-            _download(name, resolved, path, target, storage_root)
+    missing = [i for i, path in enumerate(resolved.files) if not _is_whole(targets[i], sizes.get(path))]
+    if missing:
+        storage_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        announced = [resolved.sizes[i] for i in missing]
+        check_download(text, announced, limit_gb, storage_root, field="data", say=say)
+    for i in missing:
+        _download(name, resolved, resolved.files[i], targets[i], storage_root)
     if last is None or last.commit != resolved.commit or not sizes:
         moved = f", before: {last.commit[:12]}" if last else ""
         licence = resolved.licence or _licence_of_card(name) or "none named"

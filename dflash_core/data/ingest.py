@@ -33,7 +33,7 @@ _BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 20
 _BATCHES_IN_FLIGHT = 3
 _LIMITS = ("max_reject_share", "max_over_length_share")
-_NOT_INGEST = ("files", "min_validation_samples", "chat_template", *_LIMITS)
+_NOT_INGEST = ("files", "min_validation_samples", "chat_template", "download_limit_gb", *_LIMITS)
 # Reasons of rows that are only too long start with this, in any part of the pipeline.
 OVER_LENGTH = "over length"
 

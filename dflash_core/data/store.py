@@ -31,22 +31,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from dflash_core.config import DataConfig
+from dflash_core.data.shard_files import check_size, read_offsets, read_samples
 from dflash_core.errors import UserError
 
 FORMAT_VERSION = 1
-# Columns of samples.parquet that are read here, and their types.
-SAMPLE_COLUMNS = {
-    "sample_id": pa.binary(16),
-    "source": pa.string(),
-    "sequence_length": pa.int32(),
-    "num_supervised_tokens": pa.int32(),
-    "num_eligible_anchors": pa.int32(),
-    "validation_key": pa.uint64(),
-}
 # Validation keys are uniform in [0, KEY_RANGE).
 KEY_RANGE = 1 << 64
 # Shards whose two large files are mapped at a time.
@@ -137,7 +128,7 @@ class TokenStore:
             by_digest.setdefault(digest, Path(shard))
         self.shards = [by_digest[digest] for digest in sorted(by_digest)]
         self.manifests = [read_manifest(shard) for shard in self.shards]
-        tables = [_read_samples(shard) for shard in self.shards]
+        tables = [read_samples(shard) for shard in self.shards]
         self._open_files([table["sequence_length"].to_numpy() for table in tables])
         samples = pa.concat_tables(tables)
         self.lengths: NDArray[np.int32] = samples["sequence_length"].to_numpy()
@@ -198,10 +189,10 @@ class TokenStore:
         """
         all_offsets: list[NDArray[np.int64]] = []
         for shard, lengths_of_shard in zip(self.shards, lengths, strict=True):
-            offsets = _read_offsets(shard, lengths_of_shard)
+            offsets = read_offsets(shard, lengths_of_shard)
             all_offsets.append(offsets)
-            _check_size(shard / "tokens.bin", 4 * int(offsets[-1]))
-            _check_size(shard / "loss_mask.bin", int(offsets[-1]))
+            check_size(shard / "tokens.bin", 4 * int(offsets[-1]))
+            check_size(shard / "loss_mask.bin", int(offsets[-1]))
         self._mapped = functools.lru_cache(maxsize=MOST_MAPPED)(self._map)
         counts = [len(offsets) - 1 for offsets in all_offsets]
         self._first_row = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -289,10 +280,11 @@ class TokenStore:
             shard, start, end = self._locate(row)
             ids = self._mapped(shard)[0][start:end]
             if wrong := ids[(ids < 0) | (ids >= self._vocab_size)].tolist():
+                path, most = self.shards[shard] / "tokens.bin", self._vocab_size - 1
+                number = row - int(self._first_row[shard])
                 raise UserError(
-                    f"{self.shards[shard] / 'tokens.bin'}: sample {row - int(self._first_row[shard])} has "
-                    f"the token id {wrong[0]}; allowed by the target's embedding: 0 to "
-                    f"{self._vocab_size - 1}. Ingest the file again, or take the tokenizer of the target"
+                    f"{path}: sample {number} has the token id {wrong[0]}; allowed by the target's "
+                    f"embedding: 0 to {most}. Ingest the file again, or take the tokenizer of the target"
                 )
 
     def _part(self, shard: int, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
@@ -312,55 +304,6 @@ def open_store(
         min_validation_samples=data.min_validation_samples,
         vocab_size=vocab_size,
     )
-
-
-def _read_samples(shard: Path) -> pa.Table:
-    """Read and check samples.parquet, so that no number in it leads outside of the shard.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    path = shard / "samples.parquet"
-    try:
-        table = pq.ParquetFile(path).read()
-        for name, kind in SAMPLE_COLUMNS.items():
-            column = table[name]
-            if column.type != kind or column.null_count:
-                raise ValueError(f"column {name} of {column.type} with {column.null_count} nulls")
-        lengths = table["sequence_length"].to_numpy()
-        for name in ("sequence_length", "num_eligible_anchors", "num_supervised_tokens"):
-            values = table[name].to_numpy()
-            if len(values) and (values.min() < 0 or (values > lengths).any()):
-                raise ValueError(f"column {name} holds {values.min()} to {values.max()}")
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: damaged ({error}); ingest the file again") from error
-    return table
-
-
-def _read_offsets(shard: Path, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Read offsets.npy, which has to be the running sum of the lengths.
-
-    Raises:
-        UserError: it is not, or is damaged.
-    """
-    path = shard / "offsets.npy"
-    try:
-        offsets = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError, MemoryError) as error:
-        raise UserError(f"{path}: damaged ({error}); ingest the file again") from error
-    if offsets.dtype != np.int64 or not np.array_equal(
-        offsets, np.append(0, np.cumsum(lengths, dtype=np.int64))
-    ):
-        raise UserError(
-            f"{path}: not the running sum of the lengths in samples.parquet; ingest the file again"
-        )
-    return offsets
-
-
-def _check_size(path: Path, expected: int) -> None:
-    size = path.stat().st_size
-    if size != expected:
-        raise UserError(f"{path}: {size} bytes; allowed: {expected}, by offsets.npy; ingest the file again")
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.files import write_json
+from dflash_core.redaction import redact
 
 POLL_SECONDS = 0.25
 MAX_PAUSE_SECONDS = 10.0  # after failures in a row
@@ -47,7 +48,8 @@ class MetricsForwarder:
                 pause, self.error = POLL_SECONDS, None
             except Exception as error:
                 if self.error is None:
-                    print(f"metrics are kept and sent later: {type(error).__name__}: {error}", flush=True)
+                    message = f"metrics are kept and sent later: {type(error).__name__}: {error}"
+                    print(redact(message), flush=True)
                 pause, self.error = min(MAX_PAUSE_SECONDS, pause * 2), error
             if finishing and self.error is None:
                 return
@@ -81,7 +83,7 @@ class MetricsForwarder:
         self._thread.join(seconds)
         if not self._thread.is_alive() or self.error is None:
             return None
-        return f"metrics in {self.path} after {self._sent} were not accepted: {self.error}"
+        return redact(f"metrics in {self.path} after {self._sent} were not accepted: {self.error}")
 
 
 def _kind_of(line: dict[str, Any]) -> str:

@@ -84,6 +84,13 @@ class RankRecord:
         self._record |= {"status": status, "since": time.time()}
         self._flush()
 
+    def close(self) -> None:
+        """Close the files; later phases are not recorded."""
+        if not self._stacks.closed:
+            faulthandler.unregister(signal.SIGUSR1)
+            self._stacks.close()
+            os.close(self._fd)
+
     def report_error(self, error: BaseException) -> None:
         """Write the error report of this rank and the status `failed`."""
         text = str(error) or type(error).__name__

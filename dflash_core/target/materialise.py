@@ -14,18 +14,22 @@ import contextlib
 import functools
 import importlib.util
 import io
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dflash_core.data.download_size import check_download
 from dflash_core.errors import UserError, one_line
 from dflash_core.files import new_hasher, publish_directory
+from dflash_core.target.gguf_files import check_gguf
 from dflash_core.target.model_files import check_links, check_model_files
 
 # alias -> (package, file inside it, how to install it)
@@ -55,6 +59,7 @@ def materialise(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    download_limit_gb: float = math.inf,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Materialised:
     """Write the model `name` to `out_dir` and return the directory with its fingerprint.
@@ -65,6 +70,7 @@ def materialise(
             links where the file system allows it, else copies.
         revision: of a hub name.
         trust_remote_code: whether code shipped with the model may run.
+        download_limit_gb: a larger model is not fetched from the Hub.
         dtype: of weights that have to be converted (GGUF); others keep theirs.
 
     Raises:
@@ -72,7 +78,10 @@ def materialise(
     """
     out = Path(out_dir)
     with publish_directory(out) as staging:
-        _write(name, staging, revision, trust_remote_code, dtype)
+        if _is_on_hub(name):
+            _from_directory(_from_hub(name, revision, download_limit_gb), staging, trust_remote_code)
+        else:
+            _write(name, staging, trust_remote_code, dtype)
         check_directory(staging, name)
         digest = fingerprint(staging)
         # Readable like any other file: some writers make theirs private.
@@ -115,21 +124,29 @@ def check_directory(directory: Path, name: str) -> None:
     check_model_files(directory, field="target.name")
 
 
-def _write(
-    name: str, staging: Path, revision: str | None, trust_remote_code: bool, dtype: torch.dtype
-) -> None:
+def _is_on_hub(name: str) -> bool:
+    is_here = name.lower() in PACKAGED or name.endswith(".gguf") or Path(name).is_dir()
+    return not (is_here or Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1)
+
+
+def _write(name: str, staging: Path, trust_remote_code: bool, dtype: torch.dtype) -> None:
+    """Write a model of this machine."""
     if name.lower() in PACKAGED:
         _from_gguf(_packaged_file(name.lower()), staging, dtype)
     elif name.endswith(".gguf"):
         if not Path(name).is_file():
             raise UserError(f"target.name: {name!r}: no such file; allowed: {_allowed_names()}")
-        _from_gguf(Path(name), staging, dtype)
+        check_gguf(Path(name), field="target.name")
+        try:
+            _from_gguf(Path(name), staging, dtype)
+        except Exception as error:
+            raise UserError(
+                f"target.name: {name!r} does not load as a causal language model: {one_line(error)}"
+            ) from error
     elif Path(name).is_dir():
         _from_directory(Path(name), staging, trust_remote_code)
-    elif Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise UserError(f"target.name: {name!r}: no such directory; allowed: {_allowed_names()}")
     else:
-        _from_directory(_from_hub(name, revision), staging, trust_remote_code)
+        raise UserError(f"target.name: {name!r}: no such directory; allowed: {_allowed_names()}")
 
 
 def _allowed_names() -> str:
@@ -207,17 +224,39 @@ def _from_directory(source: Path, staging: Path, trust_remote_code: bool) -> Non
                 shutil.copyfile(real, copy)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, limit_gb: float) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
+        sizes = _hub_sizes(name, revision)
+        if sizes is not None:
+            place = next(
+                p for p in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).absolute().parents) if p.is_dir()
+            )
+            check_download(name, sizes, limit_gb, place, field="target", say=print)
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except UserError:
+        raise
     except Exception as error:  # offline, unknown, gated: each library version raises its own kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"target.name: {name!r} is not a local directory and could not be fetched from the hub "
             f"({reason}); allowed: {_allowed_names()}"
         ) from error
+
+
+def _hub_sizes(name: str, revision: str | None) -> list[int | None] | None:
+    """Return the bytes of each file to be fetched; None where the Hub does not answer: the cache may do."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=10)
+    # The download names what is wrong.
+    except Exception:
+        return None
+    files = [file for file in info.siblings or () if any(fnmatch(file.rfilename, p) for p in HUB_FILES)]
+    return [file.size for file in files]
 
 
 @contextlib.contextmanager

@@ -100,6 +100,7 @@ class Trainer:
         if self.world.is_leader:
             path = self.run.directory / "metrics.jsonl"
             self.metrics = MetricsFile(path, self.state.step, validated_step=self.state.validated_step)
+            self.closing.callback(self.metrics.close)
             self.console = Console(self.schedule.total_steps, self.state.step, self._capture_end)
             self.closing.callback(self.console.close)
         self.validation = self._capture_validation()

@@ -52,6 +52,10 @@ class MetricsFile:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
 
 def step_metrics(
     outcome: StepOutcome,

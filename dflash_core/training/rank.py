@@ -12,11 +12,13 @@ import sys
 
 from dflash_core.launch.connections import check_connections
 from dflash_core.launch.stop_signal import StopSignal, end_with_parent
+from dflash_core.redaction import redact_output
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds: a stop that arrives meanwhile counts.
     stop_signal = StopSignal()
     end_with_parent()
+    redact_output()
 
 import contextlib
 import os
@@ -114,6 +116,7 @@ def main(path: Path, stop: StopSignal) -> int:
         return 1
     finally:
         tear_down()
+        record.close()
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dflash_core.errors import UserError
 from flows.runtime import access, cli
+from tasks.reporting.mlflow_client import prepare_database
 
 
 def set_environment(port: int) -> None:
@@ -53,6 +54,7 @@ def main() -> int:
     arguments, others = parser.parse_known_args()
     try:
         root = cli.set_environment(arguments.storage_root)
+        prepare_database(root)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return cli.EXIT_USER_ERROR

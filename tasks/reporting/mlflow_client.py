@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dflash_core.config import RunConfig
+from dflash_core.config import RunConfig, TrackingConfig
 from dflash_core.databases import LOCK_SECONDS, check_database, database_errors
 from dflash_core.errors import UserError
 from dflash_core.files import write_json
@@ -68,6 +68,18 @@ def tracking_errors(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, SQLAlchemyError) as error:
         raise UserError(f"tracking.uri: {uri!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def prepare_database(root: Path) -> None:
+    """Create or update the tables of the database of a storage root, before a server opens it.
+
+    Two processes that do so at once fail, so it is done under the lock that `open_client` takes.
+
+    Raises:
+        UserError: the database is damaged, locked, or cannot be written.
+    """
+    config = RunConfig(storage_root=str(root), tracking=TrackingConfig(uri=f"sqlite:///{root / 'mlflow.db'}"))
+    open_client(config)
 
 
 def open_client(config: RunConfig) -> tuple[Any, str]:

@@ -24,12 +24,12 @@ def slug(text: str) -> str:
 def with_images(markdown: str, directory: Path) -> str:
     """Embed the PNG files that a Markdown text names, since a page in the UI cannot read them.
 
-    Names are relative to `directory`; a file that does not exist stays a link.
+    Names are relative to `directory`; a file that does not exist, or lies elsewhere, stays a link.
     """
 
     def embed(match: re.Match[str]) -> str:
         path = directory / match[2]
-        if not path.is_file():
+        if not path.is_file() or not path.resolve().is_relative_to(directory.resolve()):
             return match[0]
         return f"![{match[1]}](data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
 

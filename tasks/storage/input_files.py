@@ -44,20 +44,25 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     return sorted(files)
 
 
-def fetch_files(names: Iterable[str], storage_root: Path, say: Callable[[str], object]) -> list[Path]:
+def fetch_files(
+    names: Iterable[str], storage_root: Path, say: Callable[[str], object], *, limit_gb: float
+) -> list[Path]:
     """Return the files behind `data.files`; those of data sets on the Hub are downloaded first.
 
     Args:
         names: as in `find_files`, or `hf://` names.
         storage_root: absolute; downloads are kept below it.
-        say: called with a line per data set that is new or has changed.
+        say: called with a line per download, and per data set that is new or has changed.
+        limit_gb: `data.download_limit_gb`.
 
     Raises:
         UserError: a name that matches nothing, or a data set that cannot be fetched.
     """
     names = list(names)
     hub = {
-        path for name in names if is_hub_name(name) for path in hub_datasets.fetch(name, storage_root, say)
+        path
+        for name in filter(is_hub_name, names)
+        for path in hub_datasets.fetch(name, storage_root, say, limit_gb=limit_gb)
     }
     return sorted({*find_files(name for name in names if not is_hub_name(name)), *hub})
 

@@ -19,6 +19,7 @@ exist are used although Prefect has forgotten them. Price: about 30 ms of Prefec
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
+from prefect.serializers import JSONSerializer
 
 from dflash_core.errors import UserError
 from dflash_core.files import content_digest, publish_directory, write_json
@@ -51,6 +53,9 @@ RETRY_IO: dict[str, Any] = {
     "retry_condition_fn": lambda _task, _task_run, state: not isinstance(state.data, UserError),
 }
 
+
+# Of Prefect's records of results: plain JSON, which names no class to import.
+RECORDS = JSONSerializer(object_encoder=None, object_decoder=None)
 
 log = logging.getLogger("prefect.train_dflash.stages")
 
@@ -83,7 +88,7 @@ class Stage:
             task_run_name="{label}",
             cache_key_fn=lambda _context, parameters: f"{name}-{parameters['key']}",
             persist_result=True,
-            result_serializer="json",
+            result_serializer=RECORDS,
             **task_options,
         )(self.produce)
         self.group_task = task(
@@ -158,8 +163,11 @@ class Stage:
         self, storage_root: Path, inputs: dict[str, Any], *, refresh: bool, submitted: bool
     ) -> Any:
         """Return the task as it has to run now; each variant is made once, for making a task is slow."""
-        is_stale = refresh or self._read(self.directory(storage_root, inputs)) is None
         results = storage_root.resolve() / "prefect" / "storage"
+        directory = self.directory(storage_root, inputs)
+        is_stale = refresh or self._read(directory) is None
+        # Not even opened by Prefect: the task then finds its outputs by itself.
+        is_stale = is_stale or not _is_plain_record(results / f"{self.name}-{directory.name}")
         variant = (is_stale, submitted, results)
         if variant not in self._configured:
             # No time limit interrupts the thread of a submitted task; None keeps the limit of the stage.
@@ -325,6 +333,21 @@ class Stage:
         if text not in self._remarks:
             self._remarks.add(text)
             log.warning("%s: %s", self.name, text)
+
+
+def _is_plain_record(path: Path) -> bool:
+    """Return True unless a record of Prefect's asks for another serializer than `RECORDS`.
+
+    Prefect reads a record with the serializer that the record itself names: a pickle in a storage root that
+    was copied from a stranger would be executed. A record that does not exist is plain.
+    """
+    try:
+        serializer = json.loads(path.read_bytes())["metadata"]["serializer"]
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
+    return bool(serializer == RECORDS.model_dump())
 
 
 def _inputs_of(call: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,10 @@ def _answer(hub: StubHub, path: str) -> tuple[int, dict[str, str], bytes]:
             "sha": dataset.commit(branch),
             "gated": dataset.gated,
             "cardData": dataset.card if branch == "main" else None,
-            "siblings": [{"rfilename": name} for name in dataset.branches[branch]],
+            "siblings": [
+                {"rfilename": name, "size": len(content)}
+                for name, content in dataset.branches[branch].items()
+            ],
             "tags": [],
         }
         return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()

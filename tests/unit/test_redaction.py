@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 
 import pytest
 
 from dflash_core.errors import UserError
-from dflash_core.redaction import looks_secret, redact, redact_log_records, redacted_exceptions
+from dflash_core.redaction import looks_secret, redact, redact_log_records, redact_output, redacted_exceptions
 from dflash_core.references import secret_value
 
 CANARY = "Canary-5f3a9b1c7d"
@@ -95,3 +97,25 @@ def test_a_reference_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PLACE", f"{CANARY}-a\nb")
     with pytest.raises(UserError, match="control characters"):
         secret_value("env:PLACE", "tracking.uri")
+
+
+def test_output_is_hidden(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MY_API_KEY", CANARY)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    factory = logging.getLogRecordFactory()
+    try:
+        redact_output()
+        print(f"resuming with {CANARY}", flush=True)
+        sys.stdout.writelines([CANARY, "\n"])
+        try:
+            raise RuntimeError(f"no {CANARY}")
+        except RuntimeError:
+            traceback.print_exc()
+        assert sys.stdout.encoding
+    finally:
+        logging.setLogRecordFactory(factory)
+    printed = capsys.readouterr()
+    assert printed.out == "resuming with ***\n***\n"
+    assert "RuntimeError: no ***" in printed.err
+    assert CANARY not in printed.err

@@ -19,6 +19,7 @@ from dflash_core.decoding.evaluate import evaluate
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_answers, plain_decode, speculative_decode
 from dflash_core.drafter.drafter import DFlashDrafter
+from dflash_core.errors import UserError
 from dflash_core.target import attention as target_attention
 from dflash_core.target.target import Target
 from tests.support.decoding_cases import BLOCK, PROMPTS, KnowingContext, make_drafter
@@ -42,6 +43,18 @@ def test_a_row_that_comes_free_takes_the_next_prompt(
     assert {i: g.token_ids for i, g in yielded} == dict(enumerate(expected))
     first_two = sorted((0, 1), key=lambda i: len(expected[i]))
     assert yielded[0][0] == first_two[0]
+
+
+def test_a_prompt_with_tokens_that_the_target_lacks_is_rejected(
+    target: Target, drafter: DFlashDrafter
+) -> None:
+    size = target.embed_weight.shape[0]
+    prompts = [*PROMPTS, Prompt(token_ids=(1, size))]
+    message = f"prompt {len(prompts)}: token id {size}; allowed by the target's embedding: 0 to {size - 1}"
+    with pytest.raises(UserError, match=message):
+        plain_decode(target, prompts, Sampling(max_new_tokens=2))
+    with pytest.raises(UserError, match=message):
+        speculative_decode(target, drafter, prompts, Sampling(max_new_tokens=2))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

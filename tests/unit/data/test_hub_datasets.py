@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_core.data import hub_datasets
+from dflash_core.data.download_size import check_download
 from dflash_core.errors import UserError
 from tests.support import hub_stub
 from tests.support.hub_stub import StubDataset, StubHub, stub_hub
@@ -47,7 +48,8 @@ def test_a_split_is_downloaded_once_and_its_licence_shown_once(hub: StubHub, tmp
     assert contents == [b"PAR1 train 0", b"PAR1 train 1"]
     commit = hub.datasets["owner/chats"].commit(CONVERTED)
     line = f"hf://datasets/owner/chats?split=train: 2 files at commit {commit[:12]}; licence: apache-2.0"
-    assert said == [line]
+    download = "hf://datasets/owner/chats?split=train: downloading 2 files, 0.000 GB"
+    assert said == [download, line]
     assert len(hub.downloads()) == 2
     assert fetch("owner/chats?split=train", tmp_path) == (names, contents, [])
     assert len(hub.downloads()) == 2
@@ -85,7 +87,7 @@ def test_a_new_commit_is_fetched_and_named(hub: StubHub, tmp_path: Path) -> None
     _, contents, said = fetch("owner/chats/data", tmp_path)
     assert contents == [b"a\n", b"new\n"]
     after = hub.datasets["owner/chats"].commit("main")
-    assert f"at commit {after[:12]}, before: {before[:12]}; " in said[0]
+    assert f"at commit {after[:12]}, before: {before[:12]}; " in said[-1]
 
 
 def test_without_network_the_last_commit_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def test_a_commit_that_would_be_a_path_is_rejected(
 )
 def test_a_card_may_hold_anything(hub: StubHub, tmp_path: Path, card: dict[str, Any], licence: str) -> None:
     hub.datasets["owner/chats"].card = card
-    assert fetch("owner/chats/c.jsonl", tmp_path)[2][0].endswith(f"; licence: {licence}")
+    assert fetch("owner/chats/c.jsonl", tmp_path)[2][-1].endswith(f"; licence: {licence}")
 
 
 def test_what_the_hub_names_leads_nowhere_else(hub: StubHub, tmp_path: Path) -> None:
@@ -189,3 +191,15 @@ def test_bytes_other_than_those_announced_are_removed(
         fetch("owner/chats/c.jsonl", tmp_path)
     monkeypatch.setattr(hub_stub, "_answer", answer)
     assert fetch("owner/chats/c.jsonl", tmp_path)[1] == [b"c\n"]
+
+
+def test_a_download_over_the_limit_is_refused_before_its_first_byte(hub: StubHub, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data.download_limit_gb: .* in 2 files; allowed: up to 1e-08 GB"):
+        hub_datasets.fetch("hf://datasets/owner/chats?split=train", tmp_path, limit_gb=1e-8)
+    assert hub.downloads() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'a/b' has 1000000000\.000 GB in 2 files, and .* GB free; allowed"):
+        check_download("a/b", [10**18, None], 1e12, tmp_path, field="target", say=print)

@@ -195,3 +195,20 @@ def test_a_manifest_that_cannot_be_read_is_rejected(tmp_path: Path, text: str) -
     (shard / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=r"manifest\.json: damaged .*ingest the file again"):
         TokenStore.open([shard])
+
+
+def test_token_ids_outside_of_the_vocabulary_are_rejected(tmp_path: Path) -> None:
+    """An embedding would read beside its table, on a GPU without a message."""
+    shard = write_shard(tmp_path / "a", numbered(4))
+    assert len(TokenStore.open([shard], vocab_size=8).gather([0, 3])[0]) == 8
+    store = TokenStore.open([shard], vocab_size=7)
+    for read in (lambda: store.gather([0, 3]), lambda: store.token_ids(0)):
+        with pytest.raises(UserError, match=r"tokens\.bin: sample 0 has the token id 7; allowed .*: 0 to 6"):
+            read()
+    tokens = np.fromfile(shard / "tokens.bin", dtype="<i4")
+    tokens[-1] = -5
+    tokens.tofile(shard / "tokens.bin")
+    damaged = TokenStore.open([shard])
+    assert len(damaged.gather([0, 1, 2])[0]) == 12
+    with pytest.raises(UserError, match=r"sample 3 has the token id -5; .*Ingest the file again"):
+        damaged.gather([1, 3])

@@ -87,6 +87,8 @@ def test_every_free_string_has_a_rule_or_is_known_to_be_harmless() -> None:
         "drafter_path": "read",
         "drafter_paths": "read",
         "python": "own",
+        "target.download_limit_gb": "own",
+        "data.download_limit_gb": "own",
     }
 
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,12 @@ from dflash_core.config import TrainingConfig
 from dflash_core.errors import UserError
 from dflash_core.launch import launcher, stop_signal
 from dflash_core.launch.launcher import node_commands, torchrun_arguments
-from dflash_core.launch.rank_status import RankRecord, read_records
+from dflash_core.launch.rank_status import read_records
 
 
-def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
+def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path, rank_record: Any) -> None:
     """The target is a step ahead, and still it is the one that blocks the drafter."""
-    drafter, target = RankRecord(tmp_path, 0, "drafter"), RankRecord(tmp_path, 1, "target")
+    drafter, target = rank_record(tmp_path, 0, "drafter"), rank_record(tmp_path, 1, "target")
     drafter.phase("wait for target rank 1", step=7)
     target.phase("capture", step=8)
     records = [{**r, "host": "elsewhere"} for r in read_records(tmp_path)]  # nothing here to send signals to
@@ -31,9 +32,9 @@ def test_a_stall_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert "phase 'train' of step 7" in message
 
 
-def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path) -> None:
+def test_a_stall_in_a_collective_names_the_rank_that_did_not_join(tmp_path: Path, rank_record: Any) -> None:
     """Three colocated ranks: two wait for the third, which is stuck in its own work, or a step behind."""
-    ranks = [RankRecord(tmp_path, rank, "colocated") for rank in range(3)]
+    ranks = [rank_record(tmp_path, rank, "colocated") for rank in range(3)]
     for rank in ranks:
         rank.phase("wait for other ranks", step=7, microbatch=1)
     ranks[2].phase("save", step=7)

@@ -96,6 +96,7 @@ def test_steps_repeated_after_a_resume_are_not_sent_again(tmp_path: Path) -> Non
         metrics.write(step, {"train/loss": 1.0})
         if step == 5:
             metrics.write(step, {"validation/loss": 2.0})
+    metrics.close()
     assert resumed.finish(20) is None
     assert [s for s, kind in got if kind == "train"] == list(range(1, 10))
     assert [s for s, kind in got if kind == "validation"] == [5]

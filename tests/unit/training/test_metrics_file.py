@@ -14,7 +14,7 @@ from dflash_core.training.metrics_file import SPENT, MetricsFile, role_metrics
 def test_opening_metrics_cuts_beyond_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
-    MetricsFile(path, 2, validated_step=-1)
+    MetricsFile(path, 2, validated_step=-1).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from dflash_core.config import RunConfig
 from dflash_core.errors import UserError
-from tasks.reporting.mlflow_client import adopt_artifacts, record_run, recorded_run
+from tasks.reporting import mlflow_client
+from tasks.reporting.mlflow_client import adopt_artifacts, prepare_database, record_run, recorded_run
 
 
 @pytest.fixture
@@ -65,3 +67,18 @@ def test_a_run_is_lost_only_if_mlflow_says_so(tmp_path: Path, code: str) -> None
     else:
         with pytest.raises(MlflowException, match="run r"):
             recorded_run(client, tmp_path)
+
+
+def test_the_tables_of_a_server_are_made_under_the_lock_of_the_flows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flow and `make ui` that start on a new storage root at once would both create them, and fail."""
+    held: list[str] = []
+    monkeypatch.setattr(mlflow_client.locks, "lock", lambda file, *, wait: held.append(Path(file.name).name))
+    prepare_database(tmp_path)
+    assert held == [".mlflow.lock"]
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+    (tmp_path / "mlflow.db").write_bytes(b"garbage" * 1000)
+    with pytest.raises(UserError, match=r"mlflow\.db cannot be used: .*; restore it from a copy"):
+        prepare_database(tmp_path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -252,3 +255,48 @@ def test_a_damaged_entry_and_a_refreshed_one_are_replaced(tmp_path: Path) -> Non
     (directory / "deep" / "text").write_text("other")
     produce(make(), tmp_path, refresh=True)
     assert (directory / "deep" / "text").read_text() == "d1d1"
+
+
+class Pickled:
+    """Runs something where it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def record_of(serializer: dict[str, Any], result: str) -> str:
+    return json.dumps({"metadata": {"storage_key": "k", "serializer": serializer}, "result": result})
+
+
+@pytest.mark.parametrize(
+    "serializer",
+    [
+        {"type": "pickle", "picklelib": "cloudpickle"},
+        {"type": "json", "object_decoder": "prefect.serializers.prefect_json_object_decoder"},
+        {"type": "compressed/pickle"},
+        {},
+    ],
+)
+def test_prefect_opens_no_record_that_names_another_serializer(
+    tmp_path: Path, serializer: dict[str, Any]
+) -> None:
+    """Prefect would execute a pickle, or import what the record names."""
+    stage = make()
+    produce(stage, tmp_path)
+    records = tmp_path.resolve() / "prefect" / "storage"
+    records.mkdir(parents=True)
+    record = records / f"repeat-{stage.key(INPUTS)}"
+
+    def is_read() -> bool:
+        task = stage._configure(tmp_path, INPUTS, refresh=False, submitted=False)
+        assert task.result_serializer == stages.RECORDS
+        return not task.refresh_cache
+
+    assert is_read()
+    record.write_text(record_of(stages.RECORDS.model_dump(), "{}"))
+    assert is_read()
+    record.write_text(record_of(serializer, base64.b64encode(pickle.dumps(Pickled())).decode()))
+    assert not is_read()
+    for damaged in ("", "[1]", "[" * 100_000, "null"):
+        record.write_text(damaged)
+        assert not is_read()
