@@ -28,6 +28,8 @@ class DecodeCache:
     num_slots: int
     # By layer: keys and values, each [rows * slots, G, H].
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # The same, each pair in one tensor [rows * slots, 2 G, H], where keys and values have one width.
+    joined: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_slots = _rounded_up(self.num_slots)
@@ -49,17 +51,28 @@ class DecodeCache:
 
     def store(self, layer: int, key_BGKH: torch.Tensor, value_BGKH: torch.Tensor) -> None:
         """Store the new keys and values, packed ones as [1, G, T, H]."""
-        self.write(layer, *(x.transpose(1, 2).flatten(0, 1) for x in (key_BGKH, value_BGKH)))
-
-    def write(self, layer: int, key_RGH: torch.Tensor, value_RGH: torch.Tensor) -> None:
-        """Store the new keys and values of all tokens, one after another."""
+        new = [x.transpose(1, 2).flatten(0, 1) for x in (key_BGKH, value_BGKH)]
         if layer not in self.layers:
-            # Zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN.
-            self.layers[layer] = tuple(  # type: ignore[assignment]
-                x.new_zeros(self.num_rows * self.num_slots, *x.shape[1:]) for x in (key_RGH, value_RGH)
-            )
-        for buffer, new in zip(self.layers[layer], (key_RGH, value_RGH)):
-            buffer.index_copy_(0, self.written, new)
+            self._add(layer, *new)
+        for buffer, states in zip(self.layers[layer], new):
+            buffer.index_copy_(0, self.written, states)
+
+    def store_joined(self, layer: int, keys_values_RXH: torch.Tensor) -> None:
+        """Store the new keys and values of one width, X = 2 G: those of all groups, keys first."""
+        if layer not in self.layers:
+            self._add(layer, *keys_values_RXH.chunk(2, dim=1))
+        self.joined[layer].index_copy_(0, self.written, keys_values_RXH)
+
+    def _add(self, layer: int, key_RGH: torch.Tensor, value_RGH: torch.Tensor) -> None:
+        """Make the buffers of a layer; keys and values of one width lie in one buffer."""
+        slots = self.num_rows * self.num_slots
+        # Zeros, not empty: masked slots still enter the product, and 0 * garbage may be NaN.
+        if key_RGH.shape == value_RGH.shape:
+            self.joined[layer] = key_RGH.new_zeros(slots, 2 * key_RGH.shape[1], key_RGH.shape[2])
+            keys, values = self.joined[layer].chunk(2, dim=1)
+        else:
+            keys, values = (x.new_zeros(slots, *x.shape[1:]) for x in (key_RGH, value_RGH))
+        self.layers[layer] = keys, values
 
     def visible(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views [B, G, slots, H] of the keys and values up to the last position in use, or further."""
@@ -69,9 +82,10 @@ class DecodeCache:
     def _view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return a buffer by row, group and slot: one call, where slicing would take five."""
         _, num_groups, width = buffer.shape
+        per_slot, per_group, _ = buffer.stride()
         size = (len(self.positions_BK), num_groups, self.end, width)
-        per_slot = num_groups * width
-        return buffer.as_strided(size, (self.num_slots * per_slot, width, per_slot, 1))
+        stride = (self.num_slots * per_slot, per_group, per_slot, 1)
+        return buffer.as_strided(size, stride, buffer.storage_offset())
 
     def mask(self, repeats: int, window: int | None) -> torch.Tensor:
         """Return which slots of its row each new token sees, bool [B, 1, repeats * K, slots].

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_core.target.decode_cache import DecodeCache
-from dflash_core.target.packed_linear import FewRows, fits, packs
+from dflash_core.target.packed_linear import FewRows, PackedRows, PlainRows, fits, packs
 
 # Layers of transformers that compute as `_Layer` does, by module and class.
 KINDS = {
@@ -104,13 +104,18 @@ class FewTokens:
 
 
 class _Norm:
-    """RMSNorm of transformers: computed in float32, rounded, then times the weight."""
+    """RMSNorm x / sqrt(mean(x ** 2) + eps) * weight, in float32, in fewer calls than `F.rms_norm` takes."""
 
     def __init__(self, norm: Any) -> None:
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.width = norm.weight.shape[0]
+        # x / |x| * sqrt(width) * weight, where |x| ** 2 grows by width * eps
+        self.weight = norm.weight.float() * self.width**0.5
+        self.added = torch.tensor(self.width * norm.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self.added, length, length).rsqrt_()
+        return (x * scale).mul_(self.weight).to(x.dtype)
 
 
 class _Layer:
@@ -128,43 +133,48 @@ class _Layer:
         self.num_query_heads, self.num_key_heads = (p.out_features // self.head_dim for p in projections[:2])
         biases = [p.bias for p in projections]
         bias = None if biases[0] is None else torch.cat(biases)
-        self.qkv = FewRows(torch.cat([p.weight for p in projections]), bias, pack=pack)
+        rows: Callable[..., FewRows] = PackedRows if pack else PlainRows
+        self.qkv = rows(torch.cat([p.weight for p in projections]), bias)
         self.o, self.gate, self.up, self.down = (
-            FewRows(p.weight, p.bias, pack=pack)
-            for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            rows(p.weight, p.bias) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
 
     def __call__(self, i: int, x_RD: Tensor, cache: DecodeCache, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Return the output [R, D]; the keys and values of layer i join the cache."""
-        heads_RNH = self.qkv(self.before(x_RD)).unflatten(-1, (-1, self.head_dim))
-        num_rotated = self.num_query_heads + self.num_key_heads
-        rotated = heads_RNH[:, :num_rotated]
+        num_rows, num_queries = len(x_RD), self.num_query_heads
+        heads_RXH = self.qkv.product(self.before(x_RD)).view(num_rows, -1, self.head_dim)
+        rotated = heads_RXH[:, : num_queries + self.num_key_heads]
         if self.norms is not None:
-            halves = rotated.split([self.num_query_heads, self.num_key_heads], dim=1)
-            rotated = torch.cat([norm(half) for norm, half in zip(self.norms, halves)], dim=1)
+            for norm, part in zip(self.norms, (rotated[:, :num_queries], rotated[:, num_queries:])):
+                part.copy_(norm(part))
         cos, sin = tables
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
-        cache.write(i, rotated[:, self.num_query_heads :], heads_RNH[:, num_rotated:])
-        attended_RD = self._attend(i, rotated[:, : self.num_query_heads], cache)
+        torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin, out=rotated)
+        cache.store_joined(i, heads_RXH[:, num_queries:])
+        attended_RD = self._attend(i, heads_RXH[:, :num_queries], cache)
         x_RD = self.o.plus(attended_RD, x_RD)
         normed_RD = self.between(x_RD)
         return self.down.plus(self.up.times(normed_RD, self.gate.silu(normed_RD)), x_RD)
 
     def _attend(self, i: int, query_RNH: Tensor, cache: DecodeCache) -> Tensor:
         """Attend to what the cache holds, [R, N * H]; query heads of a key head stand side by side."""
-        num_rows, num_groups = len(cache.positions_BK), self.num_key_heads
-        query = query_RNH.view(num_rows, -1, num_groups, self.num_query_heads // num_groups, self.head_dim)
-        _, num_new, _, repeats, _ = query.shape
-        query = query.permute(0, 2, 3, 1, 4).reshape(num_rows, num_groups, -1, self.head_dim)
-        copies = 1
-        if query.dtype == torch.float32 and query.shape[2] < MIN_QUERIES:
+        num_rows, num_new = cache.positions_BK.shape
+        num_groups, repeats = self.num_key_heads, self.num_query_heads // self.num_key_heads
+        by_group = (num_rows, num_groups, repeats * num_new, self.head_dim)
+        if num_new > 1:
+            query_RNH = query_RNH.view(num_rows, num_new, num_groups, repeats, self.head_dim)
+            query_RNH = query_RNH.permute(0, 2, 3, 1, 4)
+        query, copies = query_RNH.reshape(by_group), 1
+        if query.dtype == torch.float32 and by_group[2] < MIN_QUERIES:
             copies = MIN_QUERIES
             query = query.repeat(1, 1, copies, 1)
         keys, values = cache.visible(i)
         bias = cache.bias(copies * repeats, self.window, query.dtype)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=self.scaling)
-        out = out[:, :, : repeats * num_new].unflatten(2, (repeats, num_new))
-        return out.permute(0, 3, 1, 2, 4).reshape(len(query_RNH), -1)
+        if copies > 1:
+            out = out[:, :, : by_group[2]]
+        if num_new > 1:
+            out = out.view(num_rows, num_groups, repeats, num_new, self.head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(num_rows * num_new, -1)
 
 
 def layer_weights(decoder: Any) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ each call. A packed weight is reordered once, and activation, product and residu
 verification of eight rows costs about what a step of one row costs.
 
 Guarantee: where a processor has the kernels (`packs`), the bits of a row's result do not depend on how many
-rows are multiplied with it, up to 64 rows. In float32 that holds from two rows on, so a lone row runs twice.
+rows are multiplied with it, up to 64 rows; in float32 from two rows on, so there a lone row has to run twice.
 
 Price: a second copy of each weight. Weights stay as they are where memory is short (`fits`), and where torch
 lacks the kernels.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Protocol
 
 import psutil
 import torch
@@ -39,7 +40,7 @@ def packs(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 32, generator=generator).to(dtype) for n in (48, 3))
     try:
-        product = _Packed(weight, None)(x, "none")
+        product = PackedRows(weight).product(x)
     except (AttributeError, RuntimeError):
         # No such operator, or none for this processor.
         return False
@@ -52,62 +53,61 @@ def fits(weights: Iterable[Tensor]) -> bool:
     return needed <= MEMORY_SHARE * psutil.virtual_memory().available
 
 
-class FewRows:
-    """x @ weight.T + bias for a few rows [R, I], alone or joined with an elementwise step.
+class FewRows(Protocol):
+    """x @ weight.T + bias for a few rows [R, I], alone or joined with an elementwise step, [R, O]."""
 
-    Args:
-        weight: [O, I], and bias [O] or None, on the CPU.
-        pack: keep a packed copy of the weight.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool) -> None:
-        self.product: _Packed | _Plain = (_Packed if pack else _Plain)(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product, [R, O]."""
-        return self.product(x, "none")
+    def product(self, x: Tensor) -> Tensor:
+        """Return the product alone."""
 
     def silu(self, x: Tensor) -> Tensor:
         """Return silu of the product."""
-        return self.product(x, "swish")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the product plus `other` [R, O]."""
-        return self.product.joined(x, other, "add")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Return the product times `other` [R, O]."""
-        return self.product.joined(x, other, "mul")
 
 
-class _Packed:
-    """The product by oneDNN; the operators are those that torch's compiler emits for frozen models."""
+class PackedRows:
+    """By oneDNN, with a packed copy of the weight.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    The operators are those that torch's compiler emits for frozen models.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         ops = torch.ops.mkldnn
-        self.unary, self.binary = ops._linear_pointwise.default, ops._linear_pointwise.binary
-        self.weight = ops._reorder_linear_weight(weight.contiguous(), _ROWS[weight.dtype])
-        self.bias = bias
+        self._unary, self._binary = ops._linear_pointwise.default, ops._linear_pointwise.binary
+        self._weight = ops._reorder_linear_weight(weight.contiguous(), _ROWS[weight.dtype])
+        self._bias = bias
 
-    def __call__(self, x: Tensor, activation: str) -> Tensor:
-        if len(x) == 1 and x.dtype == torch.float32:
-            return self(x.repeat(2, 1), activation)[:1]
-        return self.unary(x, self.weight, self.bias, activation, [], "")
+    def product(self, x: Tensor) -> Tensor:
+        return self._unary(x, self._weight, self._bias, "none", [], "")
 
-    def joined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        return self.binary(x, other, self.weight, self.bias, operation)
+    def silu(self, x: Tensor) -> Tensor:
+        return self._unary(x, self._weight, self._bias, "swish", [], "")
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, self._weight, self._bias, "add")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._binary(x, other, self._weight, self._bias, "mul")
 
 
-class _Plain:
-    """The same by torch's own operators."""
+class PlainRows:
+    """By torch's own operators, with the weight as it is."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor, activation: str) -> Tensor:
-        product = F.linear(x, self.weight, self.bias)
-        return F.silu(product) if activation == "swish" else product
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
 
-    def joined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        product = F.linear(x, self.weight, self.bias)
-        return product + other if operation == "add" else product * other
+    def silu(self, x: Tensor) -> Tensor:
+        return F.silu(self.product(x))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.product(x) + other
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.product(x) * other

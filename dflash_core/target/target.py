@@ -33,7 +33,7 @@ from dflash_core.target.few_tokens import FewTokens, is_plain
 from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import decoder_of, load_model
 from dflash_core.target.mode import TargetMode, checked_mode, expected_mode
-from dflash_core.target.packed_linear import MAX_FEW_ROWS, FewRows, fits, packs
+from dflash_core.target.packed_linear import MAX_FEW_ROWS, PackedRows, fits, packs
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -263,11 +263,11 @@ class Target:
         return FewTokens(self.model, self.decoder) if is_plain(self.model, self.decoder) else None
 
     @functools.cached_property
-    def _few_head(self) -> FewRows | None:
+    def _few_head(self) -> PackedRows | None:
         """lm_head for few rows, made when it is first needed; None: as for many rows."""
         weight = self.head_weight
         can_pack = weight.device.type == "cpu" and packs(weight.dtype) and fits([weight])
-        return FewRows(weight, pack=True) if can_pack else None
+        return PackedRows(weight) if can_pack else None
 
     def _decode_whole(
         self, token_ids_BK: torch.Tensor, cache: TokenCache, positions_BK: torch.Tensor
@@ -295,7 +295,10 @@ class Target:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if len(rows) > MAX_FEW_ROWS or self._few_head is None:
             return self.head.raw(hidden)
-        return self._few_head(rows).view(*hidden.shape[:-1], -1)
+        if len(rows) == 1:
+            # Otherwise its bits would differ from those that it has among others.
+            return self._few_head.product(rows.repeat(2, 1))[:1].view(*hidden.shape[:-1], -1)
+        return self._few_head.product(rows).view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
