@@ -41,20 +41,24 @@ def run_results(storage_root: Path, deployment: str = "quickstart") -> dict[str,
     Raises:
         OSError, ValueError: something is missing or cannot be read.
     """
+    storage_root = storage_root.resolve()
     run = (storage_root / deployment / "latest").resolve(strict=True)
     report = json.loads((run / "report.json").read_text())
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    plans = sorted((storage_root / "store" / "plan").glob("*/epoch-*.parquet"))
     described = json.loads((run / "run.json").read_text())
-    used = described["paths"]["plans"]
-    return {
+    # Relative to the run's directory.
+    plans = [(run / name).resolve(strict=True) for name in described["paths"]["plans"]]
+    results = {
         "run_key": described["run_key"],
         "report": _without(report, MEASURED),
-        "plans": {str(p.relative_to(storage_root)): file_digest(p) for p in plans if str(p) in used},
+        "plans": {str(p.relative_to(storage_root)): file_digest(p) for p in plans},
         "losses": [[ln["step"], ln["train/loss"]] for ln in metrics if "train/loss" in ln],
         "validation": [[ln["step"], ln["validation/loss"]] for ln in metrics if "validation/loss" in ln],
         "drafter": file_sha256(run / "drafter" / "model.safetensors"),
     }
+    if empty := [name for name, value in results.items() if not value]:
+        raise ValueError(f"a run without {', '.join(empty)}: {run}")
+    return results
 
 
 def _without(value: Any, names: set[str]) -> Any:

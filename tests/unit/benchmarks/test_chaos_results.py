@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from benchmarks.support.chaos_results import _temporary_files, differences
+import pytest
+
+from benchmarks.support.chaos_results import _temporary_files, differences, run_results
 from dflash_core.files import temporary_name
 
 
@@ -36,3 +39,27 @@ def test_a_difference_is_named_by_its_place() -> None:
     ]
     shorter = differences({**expected, "losses": [[1, 6.5]]}, expected)
     assert shorter == ["losses differs: [[1, 6.5]], expected [[1, 6.5], [2, 5.0]]"]
+
+
+def test_all_results_of_a_run_are_compared(tmp_path: Path) -> None:
+    """`run.json` names the plans relative to the run."""
+    plan, run = tmp_path / "store" / "plan" / "p" / "epoch-000.parquet", tmp_path / "quickstart" / "r"
+    plan.parent.mkdir(parents=True)
+    plan.write_bytes(b"plan")
+    (run / "drafter").mkdir(parents=True)
+    (run / "drafter" / "model.safetensors").write_bytes(b"weights")
+    (run.parent / "latest").symlink_to("r")
+    paths = {"plans": ["../../store/plan/p/epoch-000.parquet"]}
+    (run / "run.json").write_text(json.dumps({"run_key": "k", "paths": paths}))
+    (run / "report.json").write_text(json.dumps({"train": {"steps": 1, "tokens_per_second": 9.0}}))
+    lines = [{"step": 1, "train/loss": 2.0}, {"step": 1, "validation/loss": 3.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = run_results(tmp_path)
+    assert results["report"] == {"train": {"steps": 1}}
+    assert results["losses"] == [[1, 2.0]]
+    assert results["validation"] == [[1, 3.0]]
+    assert list(results["plans"]) == ["store/plan/p/epoch-000.parquet"]
+    paths["plans"].clear()
+    (run / "run.json").write_text(json.dumps({"run_key": "k", "paths": paths}))
+    with pytest.raises(ValueError, match="a run without plans"):
+        run_results(tmp_path)
