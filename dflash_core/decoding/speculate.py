@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dflash_core.decoding.acceptance import Generation
 from dflash_core.decoding.drafter_context import DrafterContext, check_pair
+from dflash_core.decoding.graphs import fixed, new_cache
 from dflash_core.decoding.sampling import Sampling, accept_greedy, accept_sampled, probabilities, sample
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
@@ -92,7 +93,7 @@ class _Rows:
         ]
         self.num_rows = min(sampling.batch_size, len(prompts))
         self.num_slots = max(len(p.token_ids) for p in prompts) + sampling.max_new_tokens + margin
-        self.cache = target.new_cache(self.num_rows, self.num_slots)
+        self.cache = new_cache(target, self.num_rows, self.num_slots)
         self.lengths_B = torch.zeros(0, dtype=torch.int64, device=target.device)
         self.anchors_B = self.lengths_B
 
@@ -219,11 +220,17 @@ def _plain_steps(
     target: Target, prompts: Sequence[Prompt], sampling: Sampling, numbers: Sequence[int] | None
 ) -> Iterator[_Rows]:
     rows = _Rows(target, prompts, range(len(prompts)) if numbers is None else numbers, sampling, margin=0)
+
+    def next_logits(tokens_B: Tensor, positions_B: Tensor) -> tuple[Tensor, ...]:
+        hidden_B1D, _ = target.decode(tokens_B[:, None], rows.cache, positions_B[:, None])
+        return (target.logits(hidden_B1D[:, 0]),)
+
+    read = fixed(next_logits, rows.cache)
     while rows.refill():
         yield rows
-        hidden_B1D, _ = target.decode(rows.anchors_B[:, None], rows.cache, rows.lengths_B[:, None])
+        (logits_BV,) = read(rows.anchors_B, rows.lengths_B)
         rows.lengths_B = rows.lengths_B + 1
-        rows.choose(target.logits(hidden_B1D[:, 0]))
+        rows.choose(logits_BV)
     yield rows
 
 
@@ -268,15 +275,24 @@ def speculative_steps(
     rows = _Rows(target, prompts, numbers, sampling, margin=drafter.shape.block_size)
     slots_K = torch.arange(drafter.shape.block_size, device=target.device)
     context = DrafterContext(drafter, rows.num_rows, rows.num_slots, like=target.embed_weight)
-    while rows.refill(context):
-        yield rows.generations
-        positions_BK = rows.lengths_B[:, None] + slots_K
-        draft_logits_BkV = context.draft_logits(target, rows.anchors_B, rows.lengths_B)
-        drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
-        block_BK = torch.cat([rows.anchors_B[:, None], drafts_Bk], dim=1)
+
+    def draft_logits(anchors_B: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
+        return (context.draft_logits(target, anchors_B, lengths_B),)
+
+    def target_logits(block_BK: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
+        positions_BK = lengths_B[:, None] + slots_K
         hidden_BKD, features = target.decode(block_BK, rows.cache, positions_BK)
         context.append(features, positions_BK)
-        accepted_B, bonus_B = _accept(target.logits(hidden_BKD), drafts_Bk, draft_probs, rows)
+        return (target.logits(hidden_BKD),)
+
+    draft, verify = (fixed(run, rows.cache) for run in (draft_logits, target_logits))
+    while rows.refill(context):
+        yield rows.generations
+        (draft_logits_BkV,) = draft(rows.anchors_B, rows.lengths_B)
+        drafts_Bk, draft_probs = _choose_drafts(draft_logits_BkV, rows)
+        block_BK = torch.cat([rows.anchors_B[:, None], drafts_Bk], dim=1)
+        (logits_BKV,) = verify(block_BK, rows.lengths_B)
+        accepted_B, bonus_B = _accept(logits_BKV, drafts_Bk, draft_probs, rows)
         rows.take(drafts_Bk, accepted_B, bonus_B)
     yield rows.generations
 
