@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.decoding.int8 import Int8Drafter
+from dflash_core.decoding.packed_drafter import packed_drafter
 from dflash_core.drafter.drafter import DFlashDrafter
 from dflash_core.errors import UserError
 from dflash_core.target.decode_cache import move_rows
@@ -29,7 +30,7 @@ class DrafterContext:
     """
 
     def __init__(self, drafter: DFlashDrafter, num_rows: int, num_slots: int, like: Tensor) -> None:
-        self.drafter, self.num_slots = drafter, num_slots
+        self.drafter, self.num_slots = packed_drafter(drafter, like.dtype), num_slots
         shape = (num_rows * num_slots, drafter.shape.num_kv_heads, drafter.shape.head_dim)
         self.layers = [
             (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(drafter.shape.num_layers)

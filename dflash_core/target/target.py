@@ -295,10 +295,9 @@ class Target:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if len(rows) > MAX_FEW_ROWS or self._few_head is None:
             return self.head.raw(hidden)
-        if len(rows) == 1:
-            # Otherwise its bits would differ from those that it has among others.
-            return self._few_head.product(rows.repeat(2, 1))[:1].view(*hidden.shape[:-1], -1)
-        return self._few_head.product(rows).view(*hidden.shape[:-1], -1)
+        # A lone row's bits would differ from those that it has among others.
+        logits = self._few_head.product(rows.repeat(2, 1) if len(rows) == 1 else rows)[: len(rows)]
+        return logits.view(*hidden.shape[:-1], len(self.head_weight))
 
     @torch.inference_mode()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
