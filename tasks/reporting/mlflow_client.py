@@ -188,12 +188,21 @@ def recorded_run(client: Any, directory: Path) -> str | None:
     """Return the run that a directory's mlflow.json names, if it exists and is not deleted."""
     from mlflow.exceptions import MlflowException
 
+    run_id = _run_id_in(directory / "mlflow.json")
     try:
-        run_id = json.loads((directory / "mlflow.json").read_text(encoding="utf-8"))["run_id"]
-        is_active = client.get_run(run_id).info.lifecycle_stage == "active"
-    except (OSError, json.JSONDecodeError, KeyError, MlflowException):
+        is_active = run_id is not None and client.get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException:
         return None
-    return str(run_id) if is_active else None
+    return run_id if is_active else None
+
+
+def _run_id_in(path: Path) -> str | None:
+    """Return the run that an mlflow.json names; None where it cannot be read."""
+    try:
+        run_id = json.loads(path.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return run_id if isinstance(run_id, str) else None
 
 
 def record_run(directory: Path, run_id: str, experiment_id: str) -> None:
@@ -240,6 +249,6 @@ def registered_run_directories(config: RunConfig) -> set[Path]:
     }
     directories = set()
     for recorded in Path(config.storage_root).resolve().glob("*/*/mlflow.json"):
-        if json.loads(recorded.read_text(encoding="utf-8"))["run_id"] in aliased:
+        if _run_id_in(recorded) in aliased:
             directories.add(recorded.parent.resolve())
     return directories
