@@ -20,12 +20,14 @@ from safetensors.torch import load_file, save_file
 
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE
 from dflash_core.drafter.drafter import DFlashDrafter
-from dflash_core.drafter.shape import FULL, SLIDING, DrafterShape, read_rope
+from dflash_core.drafter.shape import FULL, SLIDING, DrafterShape, positive_number, read_rope
 from dflash_core.errors import UserError
 from dflash_core.files import publish_directory
 from dflash_core.target.compute_dtype import dtype_name
 from dflash_core.target.model_files import tensor_shapes
 
+# Caches are larger by a block than the answers; published drafters have 8 and 16.
+MAX_BLOCK_SIZE = 1024
 # Key of config.json -> field of DrafterShape.
 SIZES = {
     "hidden_size": "hidden_size",
@@ -190,6 +192,9 @@ def _shape(config: dict[str, Any], path: Path) -> DrafterShape:
             f"{path}: block_size is {'missing' if not block_sizes else sorted(block_sizes)}; allowed: one "
             "value, at the top level, in dflash_config, or the same in both"
         )
+    if not 2 <= min(block_sizes) <= MAX_BLOCK_SIZE:
+        raise UserError(f"{path}: block_size is {min(block_sizes)}; allowed: 2 to {MAX_BLOCK_SIZE}")
+    positive_number(need(config, "rms_norm_eps", "rms_norm_eps"), "rms_norm_eps", path)
     if config.get("is_causal"):
         raise UserError(f"{path}: is_causal is true; allowed: false, slots of a block see each other")
     window, sliding_layers = _windows(config, path)
@@ -214,8 +219,12 @@ def _windows(config: dict[str, Any], path: Path) -> tuple[int | None, tuple[int,
         UserError: `layer_types` and the window contradict each other, or an unknown kind of layer.
     """
     kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UserError(f"{path}: layer_types is {kinds!r:.60}; allowed: a list of {FULL} and {SLIDING}")
     uses_window = config.get("use_sliding_window") or SLIDING in kinds
     window = config.get("sliding_window") if uses_window else None
+    if window is not None and (type(window) is not int or window < 1):
+        raise UserError(f"{path}: sliding_window is {window!r:.60}; allowed: a whole number from 1")
     if not set(kinds) <= {FULL, SLIDING}:
         raise UserError(f"{path}: layer_types is {sorted(set(kinds))}; allowed: {FULL} and {SLIDING}")
     sliding = tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)

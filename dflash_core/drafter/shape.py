@@ -9,6 +9,7 @@ and biases in attention; those are read, kept and written again, and never chose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,9 +128,13 @@ def read_rope(config: Mapping[str, Any], path: object) -> tuple[float, dict[str,
         path: the file, for the message.
 
     Raises:
-        UserError: no rope_theta, one per layer type, or frequencies that depend on the sample's length.
+        UserError: no rope_theta, one per layer type, frequencies that depend on the length of a sample, or
+            values that are no numbers.
     """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: rope_parameters is {given!r:.60}; allowed: a mapping")
+    parameters = dict(given)
     theta = parameters.pop("rope_theta", config.get("rope_theta"))
     older_kind = parameters.pop("type", "default")
     kind = parameters.pop("rope_type", older_kind)
@@ -139,12 +144,28 @@ def read_rope(config: Mapping[str, Any], path: object) -> tuple[float, dict[str,
         raise UserError(f"{path}: rope_theta is {found}; allowed: one base for all layers")
     if share not in (None, 1, 1.0):
         raise UserError(f"{path}: partial_rotary_factor is {share}; allowed: 1, the whole head rotated")
+    theta = positive_number(theta, "rope_theta", path)
     if kind == "default":
-        return float(theta), {}
+        return theta, {}
     if kind not in SCALED_ROPE_TYPES:
         allowed = ", ".join(("default", *SCALED_ROPE_TYPES))
         raise UserError(f"{path}: rope_type is {kind!r}; allowed: {allowed}")
-    return float(theta), {"rope_type": kind, **parameters}
+    for name, value in parameters.items():
+        if value is not None and not isinstance(value, bool):
+            positive_number(value, f"rope_parameters.{name}", path)
+    return theta, {"rope_type": kind, **parameters}
+
+
+def positive_number(value: Any, name: str, path: object) -> float:
+    """Return a value of a drafter's `config.json` as a number.
+
+    Raises:
+        UserError: it is no finite number above 0.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise UserError(f"{path}: {name} is {value!r:.60}; allowed: a number above 0")
+    return float(value)
 
 
 def check_mask_token(mask_token_id: int, vocab_size: int) -> None:

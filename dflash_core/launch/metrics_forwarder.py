@@ -32,7 +32,7 @@ class MetricsForwarder:
         self.path, self.marker = run_dir / "metrics.jsonl", run_dir / "metrics.forwarded.json"
         self.on_metrics = on_metrics
         self.error: Exception | None = None
-        self._sent: dict[str, int] = json.loads(self.marker.read_text()) if self.marker.exists() else {}
+        self._sent = _read_sent(self.marker)
         self._offset, self._inode = 0, -1
         self._done = threading.Event()
         context = contextvars.copy_context()  # the caller's loggers work in the thread as well
@@ -84,6 +84,15 @@ class MetricsForwarder:
         if not self._thread.is_alive() or self.error is None:
             return None
         return redact(f"metrics in {self.path} after {self._sent} were not accepted: {self.error}")
+
+
+def _read_sent(marker: Path) -> dict[str, int]:
+    """Return the last step sent of each kind; a damaged file is as none: equal points are harmless."""
+    try:
+        sent = json.loads(marker.read_text(encoding="utf-8"))
+        return {str(kind): int(step) for kind, step in sent.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def _kind_of(line: dict[str, Any]) -> str:

@@ -122,8 +122,11 @@ def _read_all(run_dir: Path, pattern: str, skip: str | None = None) -> list[dict
     records = []
     for path in (run_dir / "ranks").glob(pattern):
         if skip is None or not path.name.endswith(skip):
-            with contextlib.suppress(ValueError, OSError):
-                records.append(json.loads(path.read_text()))
+            with contextlib.suppress(ValueError, OSError, RecursionError):
+                record = json.loads(path.read_text())
+                # What a rank writes has all of its fields; anything else is damage.
+                if isinstance(record, dict) and type(record.get("rank")) is int and "phase" in record:
+                    records.append(record)
     return sorted(records, key=lambda r: r["rank"])
 
 

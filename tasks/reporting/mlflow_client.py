@@ -205,16 +205,23 @@ def recorded_run(client: Any, directory: Path) -> str | None:
     """
     from mlflow.exceptions import MlflowException
 
+    run_id = _run_id_in(directory / "mlflow.json")
     try:
-        run_id = json.loads((directory / "mlflow.json").read_text(encoding="utf-8"))["run_id"]
-        is_active = client.get_run(run_id).info.lifecycle_stage == "active"
-    except (OSError, json.JSONDecodeError, KeyError):
-        return None
+        is_active = run_id is not None and client.get_run(run_id).info.lifecycle_stage == "active"
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return None
-    return str(run_id) if is_active else None
+    return run_id if is_active else None
+
+
+def _run_id_in(path: Path) -> str | None:
+    """Return the run that an mlflow.json names; None where it cannot be read."""
+    try:
+        run_id = json.loads(path.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return run_id if isinstance(run_id, str) else None
 
 
 def record_run(directory: Path, run_id: str, experiment_id: str) -> None:
@@ -261,6 +268,6 @@ def registered_run_directories(config: RunConfig) -> set[Path]:
     }
     directories = set()
     for recorded in Path(config.storage_root).resolve().glob("*/*/mlflow.json"):
-        if json.loads(recorded.read_text(encoding="utf-8"))["run_id"] in aliased:
+        if _run_id_in(recorded) in aliased:
             directories.add(recorded.parent.resolve())
     return directories

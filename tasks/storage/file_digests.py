@@ -54,7 +54,7 @@ class FileDigests:
         # What cannot be read is computed again.
         try:
             known = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             known = None
         self._known = known if isinstance(known, dict) else {}
 

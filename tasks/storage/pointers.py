@@ -174,7 +174,7 @@ def read_pointer(directory: Path) -> dict[str, Any] | str:
     """Return the pointer in a stage's directory, or the defect of its outputs in a few words."""
     try:
         pointer = json.loads((directory / POINTER).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{POINTER} cannot be read ({error})"
     files = pointer.get("files") if isinstance(pointer, dict) else None
     if not isinstance(files, list | dict) or pointer.get("key") != directory.name:

@@ -233,7 +233,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
     """Return the contents of a run directory's run.json, or None where there is none that can be read."""
     try:
         contents = json.loads((directory / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return contents if isinstance(contents, dict) and {"fields", "config"} <= contents.keys() else None
 
@@ -246,7 +246,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; {RESTORE}") from error
     if not isinstance(contents, dict):
         raise UserError(f"{path} is not what this project wrote; {RESTORE}")
@@ -274,8 +274,11 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    name = directory / "metrics.jsonl"
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        name = directory / "metrics.jsonl"
+        read = [json.loads(line) for line in lines]
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} has a line that is not JSON: {error}; {RESTORE}") from error
+    if not all(isinstance(line, dict) and {"step", "time_ms"} <= line.keys() for line in read):
+        raise UserError(f"{name} has a line without step and time_ms; {RESTORE}")
+    return read

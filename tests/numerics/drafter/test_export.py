@@ -158,6 +158,9 @@ def test_a_missing_or_contradictory_block_size_is_rejected(exported: Path) -> No
     edit(exported, lambda config: (config.pop("block_size"), config["dflash_config"].pop("block_size")))
     with pytest.raises(UserError, match="block_size is missing"):
         load_drafter(exported)
+    edit(exported, lambda config: config.update(block_size=10**9))
+    with pytest.raises(UserError, match="block_size is 1000000000; allowed: 2 to 1024"):
+        load_drafter(exported)
 
 
 @pytest.mark.parametrize("key", ["head_dim", "num_target_layers", "rms_norm_eps", "vocab_size"])
@@ -218,6 +221,18 @@ def test_files_that_cannot_be_read_are_one_message(exported: Path, tmp_path: Pat
         ({"hidden_size": float("nan")}, "hidden_size is nan; allowed: a whole number from 1"),
         ({"block_size": [8]}, r"block_size is \[8\]; allowed: a whole number"),
         ({"dflash_config": [1]}, r"dflash_config is \[1\]; allowed: a mapping"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: a number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; allowed: a number above 0"),
+        ({"layer_types": 3}, "layer_types is 3; allowed: a list"),
+        ({"layer_types": [{}]}, r"layer_types is \[{}\]; allowed: a list"),
+        ({"use_sliding_window": True, "sliding_window": -5}, "sliding_window is -5; allowed: a whole number"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; allowed: a mapping"),
+        ({"rope_parameters": {"rope_theta": [1]}}, r"rope_theta is \[1\]; allowed: a number above 0"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf; allowed: a number above 0"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 0}},
+            "rope_parameters.factor is 0; allowed: a number above 0",
+        ),
     ],
 )
 def test_a_hostile_configuration_is_rejected_before_it_is_built(

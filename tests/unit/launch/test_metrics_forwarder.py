@@ -100,3 +100,12 @@ def test_steps_repeated_after_a_resume_are_not_sent_again(tmp_path: Path) -> Non
     assert resumed.finish(20) is None
     assert [s for s, kind in got if kind == "train"] == list(range(1, 10))
     assert [s for s, kind in got if kind == "validation"] == [5]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"train": null}', "[" * 100_000])
+def test_a_damaged_record_of_what_was_sent_sends_all_again(tmp_path: Path, text: str) -> None:
+    write_lines(tmp_path, range(1, 4))
+    (tmp_path / "metrics.forwarded.json").write_text(text)
+    got: list[int] = []
+    assert MetricsForwarder(tmp_path, lambda lines: got.extend(x["step"] for x in lines)).finish(20) is None
+    assert got == [1, 2, 3]

@@ -72,3 +72,11 @@ def test_phases_count_seconds_and_are_visible_at_once(tmp_path: Path, rank_recor
     seconds = record.take_seconds()
     assert seconds["capture"] >= 0.02
     assert record.take_seconds().keys() == {"train"}
+
+
+def test_damaged_files_of_ranks_are_passed_over(tmp_path: Path, rank_record: Any) -> None:
+    rank_record(tmp_path, 0, "colocated")
+    for i, text in enumerate(["", "[]", "{}", '{"rank": "x"}', "[" * 100_000, "3"], 1):
+        (tmp_path / "ranks" / f"rank-{i}.json").write_text(text)
+        (tmp_path / "ranks" / f"rank-{i}.error.json").write_text(text)
+    assert explain(tmp_path, 1).startswith("rank 0 (colocated, pid ")

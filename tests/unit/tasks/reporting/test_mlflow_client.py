@@ -82,3 +82,9 @@ def test_the_tables_of_a_server_are_made_under_the_lock_of_the_flows(
     (tmp_path / "mlflow.db").write_bytes(b"garbage" * 1000)
     with pytest.raises(UserError, match=r"mlflow\.db cannot be used: .*; restore it from a copy"):
         prepare_database(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"run_id": []}', "[" * 100_000])
+def test_a_damaged_note_of_the_run_names_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mlflow.json").write_text(text)
+    assert mlflow_client.recorded_run(None, tmp_path) is None

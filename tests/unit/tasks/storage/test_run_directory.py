@@ -189,3 +189,12 @@ def test_a_run_that_is_discarded_leaves_the_link_of_another_flow(tmp_path: Path)
     runs.discard(third, previous)
     assert os.readlink(tmp_path / "d" / "latest") == "a"
     assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["a", "latest"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', "[" * 100_000, "3"])
+def test_metrics_that_no_rank_wrote_are_one_message(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "time_ms": 2}}\n{line}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl has a line .*; restore the run's directory"):
+        runs.read_metrics(tmp_path)
+    (tmp_path / "run.json").write_text(line)
+    assert runs.read_run(tmp_path) is None
