@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVE_VENV := .venv-serve
 SERVE_INSTALLED := $(SERVE_VENV)/.installed
-# The deployment that `make serve-check` checks.
+# The deployment of `make demo` and `make serve-check`.
 NAME ?= quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-long check format kernels-aot wheel
+.PHONY: help env quickstart demo test test-long check format kernels-aot wheel
 .PHONY: serve serve-env serve-check server deploy worker ui clean
 
 help:  ## show this list
@@ -28,6 +28,9 @@ $(INSTALLED): pyproject.toml
 
 quickstart: $(INSTALLED)  ## train, measure and report a drafter for SmolLM2-135M (minutes on two cores)
 	$(BIN)/python -m flows.train_dflash quickstart
+
+demo: $(INSTALLED)  ## see plain and speculative decoding side by side (NAME=quickstart)
+	$(BIN)/python -m flows.demo $(NAME)
 
 test: $(INSTALLED)  ## run the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder \

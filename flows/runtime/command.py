@@ -1,11 +1,13 @@
 """The console command of the installed package.
 
 train-dflash FLOW NAME [--param KEY=JSON ...]        # as python -m flows.<flow> NAME, from any directory
+train-dflash demo NAME                               # as python -m flows.demo NAME
 train-dflash serve                                   # as python -m flows.runtime.worker
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -15,6 +17,10 @@ from dflash_core.errors import UserError
 from flows.runtime import cli, deployments, worker
 
 COMMAND = "train-dflash"
+# Commands that are no flows, with their summaries; each is a module of `flows` with a function `main`.
+TOOLS = {
+    "demo": "plain and speculative decoding side by side, with a trained drafter",
+}
 
 
 def _help() -> str:
@@ -29,6 +35,7 @@ def _help() -> str:
         [
             f"usage: {COMMAND} FLOW NAME [--param KEY=JSON ...] [--show]",
             f"       {COMMAND} FLOW --help",
+            *(f"       {COMMAND} {name} NAME [...]  ({summary})" for name, summary in TOOLS.items()),
             f"       {COMMAND} serve [--port PORT] [--storage-root DIRECTORY]",
             f"       {COMMAND} --help | --version",
             "",
@@ -53,11 +60,14 @@ def _run(arguments: list[str]) -> int:
             return cli.print_text(_help())
         case ["--version"]:
             return cli.print_text(f"{COMMAND} {importlib.metadata.version('train-dflash')}")
+        case [tool, *rest] if tool in TOOLS:
+            module = importlib.import_module(f"flows.{tool}")
+            return int(module.main(rest, command=f"{COMMAND} {tool}"))
         case ["serve", *rest]:
             return worker.main(rest, command=f"{COMMAND} serve")
         case [flow_name, *rest] if flow_name in deployments.FLOWS:
             return cli.main(flow_name, rest, command=f"{COMMAND} {flow_name}")
-    allowed = ", ".join([*deployments.FLOWS, "serve", "--help", "--version"])
+    allowed = ", ".join([*deployments.FLOWS, *TOOLS, "serve", "--help", "--version"])
     example = f"{COMMAND} train-dflash quickstart"
     raise UserError(f"FLOW: {arguments[0]!r} is not allowed; allowed: {allowed}; example: {example}")
 
