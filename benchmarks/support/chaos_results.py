@@ -33,6 +33,8 @@ HIDDEN_FILES = {".lock", ".start.lock", ".mlflow.lock", ".metadata"}
 # Directories of Prefect's worker, which removes each some time after the end of its run. A worker that was
 # killed leaves them; only their owner can read them.
 OF_THE_WORKER = "prefect-workspace-attempt-"
+# Directory of torch's compiler, one per user, which importing torch makes. The pipeline compiles nothing.
+OF_TORCH = "torchinductor_"
 
 
 def run_results(storage_root: Path, deployment: str = "quickstart") -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _temporary_files(storage_root: Path, temporary: Path) -> Iterator[str]:
             if name not in HIDDEN_FILES and (name.startswith(".") or name.endswith(".tmp")):
                 yield f"temporary left: {Path(parent, name).relative_to(storage_root)}"
     for path in temporary.iterdir():
-        if not path.name.startswith(OF_THE_WORKER):
+        if not path.name.startswith((OF_THE_WORKER, OF_TORCH)):
             yield f"temporary left in TMPDIR: {path.name}"
 
 
