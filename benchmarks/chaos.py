@@ -41,6 +41,8 @@ from benchmarks.support.command import parser, print_json
 MAX_STRIKES = 3
 # The first command that nothing strikes has to succeed; `retry` faults may need one more.
 MAX_COMMANDS = 6
+# Differences of a round that are printed.
+MAX_SHOWN = 12
 # Share of the rounds in which the command is repeated once more after its success.
 REPEATED_SHARE = 0.25
 
@@ -147,7 +149,10 @@ class Chaos:
 
     def _compare(self, scene: Scene, database: Path, defects: list[str]) -> None:
         defects += chaos_results.defects(scene.runs, scene.temporary, database)
-        defects += chaos_results.differences(chaos_results.run_results(scene.runs), self.expected)
+        different = chaos_results.differences(chaos_results.run_results(scene.runs), self.expected)
+        defects += different[:MAX_SHOWN]
+        if len(different) > MAX_SHOWN:
+            defects.append(f"and {len(different) - MAX_SHOWN} more")
 
     def close(self) -> None:
         """End the server and the worker."""
@@ -168,9 +173,9 @@ class Chaos:
             if complaint := ended.complaint():
                 defects.append(complaint)
             # A finished run is only skipped by the next command.
-            if ended.code == 0:
+            if ended.code == 0 and not (is_struck and fault.changes_inputs):
                 return struck
-            if fault.is_survived or not is_struck:
+            if ended.code and (fault.is_survived or not is_struck):
                 defects.append(f"failed with {ended.code}: {ended.answer()}")
         defects.append(f"no success in {MAX_COMMANDS} commands")
         return struck

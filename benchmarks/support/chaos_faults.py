@@ -49,10 +49,12 @@ class Fault:
     Args:
         moments: names of `MOMENTS` at which it may strike; empty: any time of the run.
         is_survived: the command must succeed in spite of it.
+        changes_inputs: a command that succeeds in spite of it has other results; the next one counts.
     """
 
     moments: tuple[str, ...] = ()
     is_survived: bool = False
+    changes_inputs: bool = False
 
     def prepare(self, scene: Scene, rng: random.Random) -> None:
         """Change the scene before the first command of a round."""
@@ -324,7 +326,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
     "pause-all": lambda: Pause(role="all"),
     "full-disk": FullDisk,
     "rewrite-same": Rewrite,
-    "rewrite-other": lambda: Rewrite(is_same=False),
+    "rewrite-other": lambda: Rewrite(is_same=False, changes_inputs=True),
     "clock-back": Clock,
     "clock-ahead": lambda: Clock(direction=-1),
     "second-flow": SecondFlow,
