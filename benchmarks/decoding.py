@@ -35,6 +35,7 @@ import torch
 from benchmarks.support import command
 from benchmarks.support.tiny_target import MASK_TOKEN_ID, make_tiny_target
 from dflash_core.config import DrafterConfig
+from dflash_core.decoding.int8 import as_decoded
 from dflash_core.decoding.sampling import Sampling
 from dflash_core.decoding.speculate import Prompt, plain_decode, speculative_decode
 from dflash_core.drafter.drafter import DFlashDrafter
@@ -66,7 +67,9 @@ class Bench:
         return sum(w.numel() * w.element_size() for w in weights)
 
 
-def load(directory: Path, dtype: str, block_sizes: list[int], drafter: Path | None) -> Bench:
+def load(
+    directory: Path, dtype: str, block_sizes: list[int], drafter: Path | None, drafter_dtype: str
+) -> Bench:
     """Load all sides; drafters are random unless one is given, which then sets layers and block size."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,7 +83,8 @@ def load(directory: Path, dtype: str, block_sizes: list[int], drafter: Path | No
     drafters = [given] if given else [random_drafter(target, size) for size in block_sizes]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
-    return Bench(target, {d.shape.block_size: d.to(target.embed_weight.dtype) for d in drafters}, model)
+    decoded = {d.shape.block_size: as_decoded(d, target, drafter_dtype) for d in drafters}
+    return Bench(target, decoded, model)
 
 
 def random_drafter(target: Target, block_size: int) -> DFlashDrafter:
@@ -167,7 +171,7 @@ def configurations(args: Namespace, directory: Path) -> Iterator[dict[str, Any]]
     before = torch.get_num_threads()
     try:
         for dtype in args.dtypes:
-            bench = load(directory, dtype, args.block_sizes, args.drafter)
+            bench = load(directory, dtype, args.block_sizes, args.drafter, args.drafter_dtype)
             for threads, batch in itertools.product(args.threads, args.batches):
                 torch.set_num_threads(threads)
                 found = measure(bench, batch, args)
@@ -192,6 +196,7 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--target", type=Path, default=Path("runs/benchmark-target"))
     parser.add_argument("--drafter", type=Path, help="directory of an exported drafter")
+    parser.add_argument("--drafter-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])

@@ -73,12 +73,22 @@ def evaluation_rows(evaluation: Figures) -> list[tuple[str, str]]:
         ("target runs with", show(evaluation.get("target_mode"))),
         ("acceptance length (95% interval)", acceptance_text(evaluation)),
         ("drafts accepted by position", positions_text(evaluation)),
-        ("output equals the target's own", show(evaluation.get("lossless"))),
+        ("output equals the target's own", lossless_text(evaluation)),
         ("one prompt at a time", _pass_text(evaluation.get("one_at_a_time"))),
     ]
     if batched:
         rows.append((f"in batches of {show(batched.get('batch_size'))}", _pass_text(batched)))
     return [*rows, *_engine_rows(evaluation.get("engine")), ("protocol", protocol_text(evaluation))]
+
+
+def lossless_text(evaluation: Figures) -> str:
+    """Return whether output is the target's own, and how many answers rounding alone made different."""
+    text, equal = show(evaluation.get("lossless")), evaluation.get("prompts_equal")
+    if equal is None or equal == evaluation["prompts"]:
+        return text
+    prompts, ties = evaluation["prompts"], evaluation["near_ties"]
+    text += f"; {show(prompts - equal)} of {show(prompts)} answers differ, {show(ties)} from a near tie on"
+    return f"{text}: a block rounds differently from single tokens, whatever was drafted" if ties else text
 
 
 def _engine_rows(engine: Figures | None) -> list[tuple[str, str]]:

@@ -122,3 +122,15 @@ def test_an_evaluation_of_an_older_version_is_still_shown() -> None:
     assert evaluation_tables.headline(old).startswith("one prompt at a time: -;")
     assert "| all | 3 |" in evaluation_tables.to_markdown(old)
     assert evaluation_tables.mlflow_metrics(old) == {}
+
+
+def test_differences_by_rounding_are_counted_and_explained() -> None:
+    figures = {"lossless": True, "prompts": 32, "prompts_equal": 32, "near_ties": 0}
+    assert evaluation_tables.lossless_text(figures) == "yes"
+    assert evaluation_tables.lossless_text(figures | {"prompts_equal": 29, "near_ties": 3}) == (
+        "yes; 3 of 32 answers differ, 3 from a near tie on: a block rounds differently from single tokens, "
+        "whatever was drafted"
+    )
+    wrong = figures | {"lossless": False, "prompts_equal": 30}
+    assert evaluation_tables.lossless_text(wrong) == "no; 2 of 32 answers differ, 0 from a near tie on"
+    assert evaluation_tables.lossless_text({"lossless": None, "prompts": 2, "prompts_equal": None}) == "-"
