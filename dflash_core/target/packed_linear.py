@@ -4,8 +4,8 @@ Why: the plain product of a few rows reads weights at half the speed of memory, 
 each call. A packed weight is reordered once, and activation, product and residual join the same call, so a
 verification of eight rows costs about what a step of one row costs.
 
-Guarantee: where a processor has the kernels (`packs`), the bits of a row's result do not depend on how many
-rows are multiplied with it, up to 64 rows; in float32 from two rows on, so there a lone row has to run twice.
+Measured on AVX512: the bits of a row's result do not depend on how many rows are multiplied with it, up to 64
+rows; in float32 from two rows on, so there a lone row runs twice.
 
 Price: a second copy of each weight. Weights stay as they are where memory is short (`fits`), and where torch
 lacks the kernels.
