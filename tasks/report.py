@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash_core.config import RunConfig
 from dflash_core.files import complete_file, content_digest, publish_directory, write_json
 from dflash_core.redaction import redacted_exceptions
+from tasks.model_card import write_card
 from tasks.reporting import evaluation_tables, mlflow_client
 from tasks.reporting import prefect_artifacts as artifacts
 from tasks.reporting.report_tables import PLAN_FIGURES, summary_rows, to_markdown
@@ -236,6 +237,7 @@ def _publish(
     with complete_file(run_dir / "report.md") as temporary:
         temporary.write_text(text, encoding="utf-8")
     write_json(run_dir / "report.json", report)
+    write_card(run_dir, report["evaluation"])
     _publish_to_mlflow(config, report, run_dir)
     write_json(published, digest)
     return True

@@ -2,6 +2,7 @@
 
 train-dflash FLOW NAME [--param KEY=JSON ...]        # as python -m flows.<flow> NAME, from any directory
 train-dflash demo NAME                               # as python -m flows.demo NAME
+train-dflash publish NAME --repo OWNER/NAME          # as python -m flows.publish NAME ...
 train-dflash serve                                   # as python -m flows.runtime.worker
 """
 
@@ -20,6 +21,7 @@ COMMAND = "train-dflash"
 # Commands that are no flows, with their summaries; each is a module of `flows` with a function `main`.
 TOOLS = {
     "demo": "plain and speculative decoding side by side, with a trained drafter",
+    "publish": "push a drafter to the Hugging Face Hub",
 }
 
 

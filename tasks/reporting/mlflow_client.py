@@ -243,16 +243,24 @@ def register_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict
     with suppress(MlflowException):
         description = "DFlash drafter: config.json and model.safetensors"
         client.create_registered_model(model_name, description=description)
-    for version in client.search_model_versions(f"name = '{model_name}'"):
-        if version.run_id == run_id:
-            for key, value in tags.items():
-                client.set_model_version_tag(model_name, version.version, key, value)
-            return int(version.version)
+    if (known := tag_drafter(config, run_id, model_name, tags)) is not None:
+        return known
     version = client.create_model_version(
         model_name, source=f"runs:/{run_id}/drafter", run_id=run_id, tags=tags
     )
     client.set_registered_model_alias(model_name, "current", version.version)
     return int(version.version)
+
+
+def tag_drafter(config: RunConfig, run_id: str, model_name: str, tags: dict[str, str]) -> int | None:
+    """Set tags of the model version of a run, and return its number; None where it has none."""
+    client, _ = open_client(config)
+    for version in client.search_model_versions(f"name = '{model_name}'"):
+        if version.run_id == run_id:
+            for key, value in tags.items():
+                client.set_model_version_tag(model_name, version.version, key, value)
+            return int(version.version)
+    return None
 
 
 def registered_run_directories(config: RunConfig) -> set[Path]:

@@ -50,7 +50,7 @@ class StageRecorder:
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         on_metrics(lines)
         (run_dir / "drafter").mkdir(exist_ok=True)
-        (run_dir / "drafter" / "config.json").write_text("{}")
+        (run_dir / "drafter" / "config.json").write_text('{"block_size": 4, "num_hidden_layers": 1}')
         (run_dir / "drafter" / "model.safetensors").write_text(described["run_key"])
         summary = {"steps": len(lines), "updates": len(lines), "samples": 1, "tokens": 10}
         summary["tokens_per_second"] = 5.0
