@@ -124,7 +124,8 @@ def _frame(comparison: Comparison, seconds: float, console: Console) -> Renderab
         border = "green" if is_complete else "dim"
         panels.append(Panel(text, title=title, subtitle=subtitle, border_style=border, title_align="left"))
     grid.add_row(*panels)
-    return Group(Text(f"accepted drafts are {DRAFT_STYLE}", style="dim"), grid)
+    legend = Text.assemble(("accepted drafts look like ", "dim"), ("this", DRAFT_STYLE))
+    return Group(legend, grid)
 
 
 def _coloured(answer: StreamedAnswer) -> Text:

@@ -60,10 +60,10 @@ def test_without_a_terminal_the_sides_follow_each_other(comparison: Comparison) 
 
 def test_in_a_terminal_drafts_are_coloured_and_control_characters_escaped(comparison: Comparison) -> None:
     text = shown(comparison, is_terminal=True, color_system="standard")
-    assert "\x1b[1;32m <b> c" in text
+    assert "\x1b[1;32m <b>" in text
     assert r"say\x1b[2J" in text
     plain = shown(comparison, is_terminal=True, color_system="standard", no_color=True)
-    assert "\x1b[1m <b> c" in plain
+    assert "\x1b[1m <b>" in plain
     assert "\x1b[1;32m" not in plain
 
 
