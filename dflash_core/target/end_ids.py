@@ -79,3 +79,11 @@ def added_ends_remark(configured: Sequence[int], added: Sequence[int], tokenizer
         f"target: answers also end at {names[0]}, by its tokenizer or chat template; its generation config "
         f"names {names[1]}"
     )
+
+
+def model_end_ids(model: Any) -> tuple[int, ...]:
+    """Return all end ids of the generation config, else of the config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        if ids := as_ids(getattr(config, "eos_token_id", None)):
+            return ids
+    return ()

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_core.target.decode_cache import DecodeCache
-from dflash_core.target.packed_linear import FewRows, PackedRows, PlainRows, fits, packs
+from dflash_core.target.packed_linear import FewRows, PackedRows, PlainRows, can_pack
 
 # Layers of transformers that compute as `_Layer` does, by module and class.
 KINDS = {
@@ -63,37 +63,39 @@ class FewTokens:
     def __init__(self, model: Any, decoder: Any) -> None:
         self.embed_VD = model.get_input_embeddings().weight
         self.rotary = decoder.rotary_emb
-        dtype = self.embed_VD.dtype
-        pack = packs(dtype) and fits(layer_weights(decoder))
+        pack = can_pack(list(layer_weights(decoder)))
         self.layers = [_Layer(layer, pack=pack) for layer in decoder.layers]
         self.norm = _Norm(decoder.norm)
         # Two rows where one alone would round otherwise.
-        self.doubles = pack and dtype == torch.float32
+        self.doubles = pack and self.embed_VD.dtype == torch.float32
 
     def __call__(
         self,
         ids_BK: Tensor,
         cache: DecodeCache,
         positions_BK: Tensor,
+        slots: dict[int, int],
         keep: Callable[[int, Tensor], None],
     ) -> Tensor:
         """Return states after the final norm [B, K, D]; `cache.begin` was called with the positions.
 
         Args:
             ids_BK, cache, positions_BK: as in `Target.decode`.
-            keep: called with each layer's number and output [B, K, D].
+            slots: of the layers whose outputs are wanted, by number.
+            keep: called with the slot and the output [B, K, D] of each of them.
         """
         if self.doubles and ids_BK.numel() == 1:
             twice = positions_BK.expand(1, 2)
             cache.begin(twice)
-            states = self(ids_BK.expand(1, 2), cache, twice, lambda i, x: keep(i, x[:, :1]))
+            states = self(ids_BK.expand(1, 2), cache, twice, slots, lambda slot, x: keep(slot, x[:, :1]))
             return states[:, :1]
         shape = (*ids_BK.shape, -1)
         x_RD = F.embedding(ids_BK, self.embed_VD).flatten(0, 1)
         tables = self._tables(x_RD, positions_BK)
         for i, layer in enumerate(self.layers):
             x_RD = layer(i, x_RD, cache, tables)
-            keep(i, x_RD.view(shape))
+            if i in slots:
+                keep(slots[i], x_RD.view(shape))
         return self.norm(x_RD).view(shape)
 
     def _tables(self, x_RD: Tensor, positions_BK: Tensor) -> tuple[Tensor, Tensor]:

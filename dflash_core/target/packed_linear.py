@@ -16,7 +16,7 @@ Shape letters: R rows, I and O input and output width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import psutil
@@ -51,6 +51,11 @@ def fits(weights: Iterable[Tensor]) -> bool:
     """Return True where copies of the weights fit into the memory that is available now."""
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
     return needed <= MEMORY_SHARE * psutil.virtual_memory().available
+
+
+def can_pack(weights: Sequence[Tensor]) -> bool:
+    """Return True where weights of one dtype, on the CPU, can be packed and their copies fit."""
+    return packs(weights[0].dtype) and fits(weights)
 
 
 class FewRows(Protocol):

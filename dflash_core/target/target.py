@@ -28,12 +28,12 @@ from dflash_core.target.attention import Pass, begin
 from dflash_core.target.captured_layers import check_layer_ids
 from dflash_core.target.compute_dtype import resolve_dtype
 from dflash_core.target.decode_cache import DecodeCache, TokenCache
-from dflash_core.target.end_ids import added_ends_remark, as_ids, end_ids
+from dflash_core.target.end_ids import added_ends_remark, end_ids, model_end_ids
 from dflash_core.target.few_tokens import FewTokens, is_plain
 from dflash_core.target.head import embedding_table, read_head
 from dflash_core.target.load import decoder_of, load_model
 from dflash_core.target.mode import TargetMode, checked_mode, expected_mode
-from dflash_core.target.packed_linear import MAX_FEW_ROWS, PackedRows, fits, packs
+from dflash_core.target.packed_linear import MAX_FEW_ROWS, PackedRows, can_pack
 
 
 class _EnoughLayers(Exception):  # noqa: N818 (control flow, never an error)
@@ -67,7 +67,7 @@ class Target:
         self.head = read_head(model, self.device)
         self.head_weight = self.head.weight_VD
         # Tokens that end an answer; `end_answers` adds those that the configs do not name.
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = model_end_ids(model)
         self.added_eos_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -245,12 +245,8 @@ class Target:
             features[..., self._columns(slot)] = hidden.to(self.device)
 
         if self._few_tokens is not None:
-
-            def keep_layer(i: int, hidden: torch.Tensor) -> None:
-                if i in self.layer_ids:
-                    keep(self.layer_ids.index(i), hidden)
-
-            return self._few_tokens(token_ids_BK, cache, positions_BK, keep_layer), features
+            slots = {i: slot for slot, i in enumerate(self.layer_ids)}
+            return self._few_tokens(token_ids_BK, cache, positions_BK, slots, keep), features
         with begin(Pass(cache=cache)), self._hooks(keep, stop_early=False):
             out = self.decoder(
                 input_ids=token_ids_BK, position_ids=positions_BK, use_cache=False
@@ -259,15 +255,14 @@ class Target:
 
     @functools.cached_property
     def _few_tokens(self) -> FewTokens | None:
-        """The fast way of `decode`, made when it is first needed; None: the model's own forward."""
+        """The fast way of `decode`, made at its first call; None: the model's own forward."""
         return FewTokens(self.model, self.decoder) if is_plain(self.model, self.decoder) else None
 
     @functools.cached_property
     def _few_head(self) -> PackedRows | None:
         """lm_head for few rows, made when it is first needed; None: as for many rows."""
         weight = self.head_weight
-        can_pack = weight.device.type == "cpu" and packs(weight.dtype) and fits([weight])
-        return PackedRows(weight) if can_pack else None
+        return PackedRows(weight) if weight.device.type == "cpu" and can_pack([weight]) else None
 
     def _decode_whole(
         self, token_ids_BK: torch.Tensor, cache: TokenCache, positions_BK: torch.Tensor
@@ -358,11 +353,3 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """Return all end ids of the generation config, else of the config."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        if ids := as_ids(getattr(config, "eos_token_id", None)):
-            return ids
-    return ()
