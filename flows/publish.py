@@ -12,7 +12,6 @@ tag `published`, the address of the commit.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any
 
 from dflash_core.drafter.directory import CONFIG_FILE, WEIGHTS_FILE, drafter_directory
 from dflash_core.errors import UserError
-from dflash_core.redaction import add_secret, redact
+from dflash_core.redaction import redact
+from dflash_core.references import secret_value
 from flows.runtime import cli, deployments
 from tasks.model_card import CARD_FILE
 from tasks.storage import run_directory as runs
@@ -38,13 +38,9 @@ def token_of(reference: str | None) -> str | None:
     if reference is None:
         return None
     if not re.fullmatch(r"env:[A-Za-z_]\w*", reference):
-        add_secret(reference)
+        # The value itself may be the token.
         raise UserError("--token: the value is not allowed; allowed: env:NAME, the variable that holds it")
-    token = os.environ.get(reference.removeprefix("env:"), "").strip()
-    if not token:
-        raise UserError(f"--token: {reference} is not set; allowed: a variable that holds the token")
-    add_secret(token)
-    return token
+    return secret_value(reference, "--token")
 
 
 def push(api: Any, drafter: Path, repo: str, *, private: bool) -> str:
