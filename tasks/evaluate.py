@@ -56,7 +56,7 @@ def prompt_set_digests(
 
 @stage(
     "evaluate",
-    version=9,
+    version=10,
     sources=(
         "dflash_core.decoding.evaluation_run",
         "dflash_core.decoding.prompt_sets",

@@ -26,7 +26,7 @@ _loaded: dict[tuple[str, ...], Any] = {}
 
 @stage(
     "regenerate",
-    version=5,
+    version=6,
     sources=(
         "dflash_core.data.regenerate",
         "dflash_core.data.endpoint",

@@ -90,7 +90,7 @@ def materialise_target(
 
 @stage(
     "check-target",
-    version=1,
+    version=2,
     sources=(
         "dflash_core.target.attention",
         "dflash_core.target.check",
