@@ -17,7 +17,7 @@ import pytest
 from benchmarks.support.flow_runs import ROOT, SMALL_SETTINGS, without_servers, write_rows
 
 PACKAGES = ("flows", "tasks", "sql", "dflash_core")
-DATA_FILES = {".py", ".sql", ".yaml"}
+DATA_FILES = {".py", ".sql", ".yaml", ".jsonl", ".html"}
 
 
 @pytest.fixture(scope="module")
