@@ -165,7 +165,8 @@ def test_ctrl_c_while_watching_stops_torchrun_and_calls_no_hook(
 
 def test_a_launch_waits_for_ranks_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leftover = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)", launcher.RANK_MODULE])
-    record = {"rank": 0, "pid": leftover.pid, "host": socket.gethostname(), "started": start_of(leftover.pid)}
+    record = {"rank": 0, "phase": "train", "pid": leftover.pid, "host": socket.gethostname()}
+    record["started"] = start_of(leftover.pid)
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank-0.json").write_text(json.dumps(record))
 
